@@ -72,7 +72,7 @@ def page_with_results(
             missing += sum(name not in measured for name in shown)
         if missing:
             paragraphs.append(
-                f"**Planned for a {device.upper()} and not run yet**: runs of {missing} rows "
+                f"**Planned for a {device.upper()} and not run yet**: {missing} rows of this table "
                 f"(`bash figures/run_all.sh {device} --list`)."
             )
     for entry in plan["published"]:

@@ -100,7 +100,7 @@ class CsvTable:
             )
 
     def names_among(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of some names that the first row, the header or not, has once."""
+        """Return those of some names that the first row has once, be it a header or not."""
         own = list(map(normalise, next(self.read())[1]))
         return tuple(name for name in names if own.count(normalise(name)) == 1)
 

@@ -78,8 +78,7 @@ def test_the_loss_scale_goes_on(here):
     ranks.run(f"{IMAGES} --bs 32 --precision fp16 --epochs 1 --out run", here)
     state = torch.load("run/last.pt", weights_only=True)
     assert state["scaler"]["scale"] != 128.0
-    for part in (state, *state["ranks"]):
-        part["scaler"]["scale"] = 128.0
+    state["ranks"][0]["scaler"]["scale"] = 128.0  # of each rank its own
     torch.save(state, "run/last.pt")
     ranks.run("resnet50_test.py --resume run --epochs 2", here)
     assert checkpoint.load(here / "run")["scaler"]["scale"] == 128.0
