@@ -48,8 +48,9 @@ launch() { # launch SCRIPT FLAG...: distributed.launch is torchrun with the scri
     local script=$1
     shift
     [ -f "$script" ] || script=$root/$script
-    ${exec:-} "$python" -m distributed.launch "${rendezvous[@]}" --nproc_per_node "$processes" \
-        --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"
+    # As a file: python -m would look into this folder first, for a user's own `distributed`.
+    ${exec:-} "$python" "$root/distributed/launch.py" "${rendezvous[@]}" \
+        --nproc_per_node "$processes" --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
 if [ "$#" -gt 0 ]; then

@@ -34,10 +34,11 @@ if [ -z "$root" ]; then
     exit 2
 fi
 
+[ "$#" -gt 0 ] || { echo "error: which script? $0 resnet50_test.py ..." >&2 && exit 2; }
 flags=" $* "
 flags=${flags/ --resume[= ]auto / }
 case ${flags/ -r auto / } in
-*" --evaluate"* | *" --predict"* | *" --export"* | *" --resume"* | *" -r "* | "  ") ;;
+*" --evaluate"* | *" --predict"* | *" --export"* | *" --resume"* | *" -r "*) ;;
 *) # flags that the user gives come later and win
     script=$1
     shift

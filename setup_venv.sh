@@ -18,7 +18,9 @@ if [ "$requirements" = requirements-legacy.txt ]; then
 fi
 
 python=
-for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+names=(python3 python3.13 python3.12 python3.11 python3.10)
+[ -z "${PYTHON:-}" ] || names=("$PYTHON")
+for name in "${names[@]}"; do
     [ -n "$python" ] && break
     "$name" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest_minor))" \
         2>/dev/null && python=$name
@@ -29,7 +31,7 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 installed=$venv/installed-$requirements # a copy of what pip has read
 if [ ! -f "$installed" ] || ! cat "${read_by_pip[@]}" | cmp -s - "$installed"; then
     echo "installing $requirements into $venv (some minutes the first time)"

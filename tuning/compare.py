@@ -27,7 +27,6 @@ from tuning.sweep import SCRIPTS, check_optuna
 from tuning.target_script import TargetScript, script_parser
 
 IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
-NOT_IN_RACE = ("patience", "stop_at", "best_by")  # all runs end, and are judged by accuracy
 
 
 def compare_parser() -> FlagParser:
@@ -81,8 +80,6 @@ def read_arms(
     if len(values) < 2 or not all(values):
         raise InputError(f"--vary {name}={','.join(values)}: give two values or more, as in A,B")
     given = {name, *parser.given(parser.translate(arguments))}
-    if ends := [each for each in NOT_IN_RACE if each in given]:
-        raise InputError(f"--{ends[0]}: a race is by the accuracy of whole runs; leave it out")
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
     if taken := given & {"seed", own} - {name}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")

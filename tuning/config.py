@@ -97,3 +97,4 @@ class SweepConfig:
     nproc: int
     out: Path
     is_strict: bool = False  # a trial that fails, but for divergence, ends all
+    keeps_weights: bool = False  # of trials that have ended

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import statistics
 import tempfile
 import threading
@@ -62,12 +63,13 @@ class RaceConfig(SweepConfig):
     def sweep(self, epochs: int, *, in_full: bool = False) -> SweepConfig:
         """Return the search, or the runs in full, as a sweep that has no trials yet."""
         common = ["--epochs", str(epochs), "--eval_every", str(epochs)]  # a single evaluation
-        if not in_full:
-            common += ["--val_fraction", str(self.val_fraction), "--no-test"]
+        held_out = 0.0 if in_full else self.val_fraction
+        common += ["--val_fraction", str(held_out), "--test" if in_full else "--no-test"]
         if "baseline" not in self.script.given:
             common.append("--no-baseline")
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
+        settings["val_fraction"] = self.val_fraction
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
         space: Space = {
             "arm": {"type": "categorical", "choices": list(arms)},
@@ -76,7 +78,8 @@ class RaceConfig(SweepConfig):
         }
         script = RaceScript(self.script.file, [], settings, arms=arms, common=common)
         out = self.out / ("in_full" if in_full else "search")
-        return replace(self, script=script, space=space, val_fraction=0.0, out=out, is_strict=True)
+        own: dict[str, Any] = {"script": script, "space": space, "val_fraction": 0.0, "out": out}
+        return replace(self, **own, is_strict=True, keeps_weights=in_full)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ def run_race(config: RaceConfig) -> None:
         Interrupted: Ctrl-C or SIGTERM.
     """
     config.sweep(config.wanted_epochs).script.check([])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, also before any trial
     with lock_run_folder(make_run_folder(str(config.out), "race")):
         run_arms(config)
 
@@ -127,6 +131,7 @@ def run_arms(config: RaceConfig) -> None:
     file = config.out / "plan.json"
     if not file.exists():
         plan = make_plan(config)
+        config.sweep(plan.epochs).script.check([])
         atomic_write_text(file, json.dumps(asdict(plan)))
     plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
     values: list[dict[str, Any]] = []
@@ -146,13 +151,19 @@ def run_arms(config: RaceConfig) -> None:
     ]
     done = do_runs(config.sweep(plan.epochs, in_full=True), values)
     runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
+    lost: dict[str, str] = {}  # why, by the arm's name
     for trial in done:
         name, title = trial.params["arm"], "{arm}-seed{seed}".format(**trial.params)
-        if trial.state is not TrialState.COMPLETE:
-            raise InputError(f"{title}: {trial.user_attrs['error']}")
-        runs[name].append(read_run(Path(trial.user_attrs["folder"]), title))
-    arms = [Contender(name, rates, runs[name]) for name, rates in tried.items()]
-    conclude(config, plan, arms, load=max(trial.user_attrs["load"] for trial in done))
+        if trial.state is TrialState.COMPLETE:
+            runs[name].append(read_run(Path(trial.user_attrs["folder"]), title))
+        else:
+            lost[name] = f"{title}: {trial.user_attrs['error']}"
+    arms = [Contender(name, tried[name], runs[name]) for name in tried if name not in lost]
+    if len(arms) < 2:
+        raise InputError("; ".join(lost.values()))
+    limits = [f"{name} is left out ({why})." for name, why in lost.items()]
+    load = max(trial.user_attrs.get("load", 0.0) for trial in done)
+    conclude(config, plan, arms, load=load, limits=limits)
 
 
 def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[FrozenTrial]:
@@ -218,7 +229,7 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
     first_epoch, sweep = Objective("first epoch", target=0.0), config.sweep(epochs)
     with tempfile.TemporaryDirectory(dir=config.out) as scratch:
         sweep = replace(sweep, objective=first_epoch, out=Path(scratch))
-        runner = TrialRunner(sweep, trial_arguments(sweep, gpus), slots)
+        runner = TrialRunner(sweep, trial_arguments(sweep), slots)
         timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
         timer.start()
         arguments = sweep.script.to_arguments({"arm": arm.name, "lr": arm.rate, "seed": 0})
@@ -243,12 +254,14 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
 # -------------------------------------------------------------------- verdict
 
 
-def conclude(config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, load: float) -> None:
+def conclude(
+    config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, load: float, limits: list[str]
+) -> None:
     """Write the verdict and the winner's recipe, and print its command and the verdict.
 
-    The load is that of the machine in the race, at most.
+    The load is that of the machine in the race, at most; `limits` are those known already.
     """
-    limits, cores = verdict.limits(arms), len(os.sched_getaffinity(0))
+    limits, cores = limits + verdict.limits(arms), len(os.sched_getaffinity(0))
     if plan.epochs < config.wanted_epochs:
         limits.append(f"There was time for {plan.epochs} of {config.wanted_epochs} epochs.")
     if plan.load > IDLE * cores or load > BUSY * cores:

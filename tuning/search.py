@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from errors import INTERRUPTED, InputError, Interrupted
 from training.run_folder import lock_run_folder, make_run_folder
 from tuning import results, space
 from tuning.config import SweepConfig
+from tuning.target_script import SPEED_FLAGS
 from tuning.trials import TrialFailed, TrialRunner, gpu_slots
 
 MEDIAN_TRIALS = 4  # complete ones before the median pruner judges any, after its first epoch
@@ -40,7 +42,7 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
     gpus = torch.cuda.device_count()
-    arguments = trial_arguments(config, gpus)
+    arguments = trial_arguments(config)
     config.script.check(arguments)
     runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -79,18 +81,24 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
         signal.signal(number, interrupt)
 
+    failures: list[BaseException] = []  # Optuna does not raise those of its last threads
+
     def run_trial(trial: optuna.Trial) -> float:
         try:
             values = space.suggest(trial, config.space)
             return runner(trial, config.script.to_arguments(values))
         except (optuna.TrialPruned, TrialFailed):
             raise
-        except BaseException:
+        except BaseException as failure:
+            failures.append(failure)
             runner.stop.set()  # else the trials beside this one would go on
             raise
 
     def trial_ended(study: optuna.Study, trial: FrozenTrial) -> None:
         num_finished = len(finished_trials(study))
+        if not config.keeps_weights:
+            for file in Path(trial.user_attrs["folder"]).glob("*.pt"):
+                file.unlink()
         result = trial.user_attrs.get("error", "") or results.format_result(trial)
         params = results.format_params(trial.params)
         tqdm.write(f"trial {num_finished} of {config.trials}: {params}: {result}")
@@ -105,6 +113,8 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
             callbacks=[trial_ended],
             show_progress_bar=sys.stderr.isatty(),
         )
+        if failures:
+            raise failures[0]
     except SystemExit as ended:
         if isinstance(ended.code, str):
             raise InputError(ended.code) from None
@@ -112,12 +122,12 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         raise Interrupted(message) from None
 
 
-def trial_arguments(config: SweepConfig, gpus: int) -> list[str]:
+def trial_arguments(config: SweepConfig) -> list[str]:
     """Return the arguments that all trials share, with those that the sweep sets."""
     arguments = [*config.script.arguments, "--eval_every", "1"]  # a recipe may have another one
     if config.val_fraction:
         arguments += ["--val_fraction", str(config.val_fraction), "--no-test"]
-    if not gpus and "threads" not in config.script.given:
+    if "threads" not in config.script.given:
         cores = len(os.sched_getaffinity(0))
         arguments += ["--threads", str(max(1, cores // (config.jobs * config.nproc)))]
     return arguments
@@ -150,7 +160,6 @@ def open_study(config: SweepConfig) -> optuna.Study:
     study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
     study.pruner = {
         "median": optuna.pruners.MedianPruner(MEDIAN_TRIALS, n_warmup_steps=2),
-        "hyperband": optuna.pruners.HyperbandPruner(),
         "none": optuna.pruners.NopPruner(),
     }[config.pruner]
     return study
@@ -166,6 +175,10 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
     settings |= {f"the space's {name}": entry for name, entry in config.space.items()}
     settings |= {"--val_fraction": config.val_fraction, "--nproc": config.nproc}
     settings |= {"--objective": config.objective.name}
+    if config.objective.target is not None:  # seconds, which compare on equal terms alone
+        given = config.script.given
+        settings |= {f"--{name}": given.get(name) for name in SPEED_FLAGS}
+        settings |= {"--jobs": config.jobs}
     stored = study.user_attrs.get("settings", settings)
     names = sorted(stored.keys() | settings)
     if different := [name for name in names if stored.get(name) != settings.get(name)]:

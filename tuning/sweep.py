@@ -26,20 +26,22 @@ from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
 
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
+TRIALS = 20
 TRIAL_ARGUMENTS = ("--subset", "0.1", "--epoch", "5")  # which the command line overrides
 
 
-def sweep_parser(script: str) -> FlagParser:
-    """Return the parser of a sweep's own flags, with `script` as default."""
+def sweep_parser() -> FlagParser:
+    """Return the parser of a sweep's own flags."""
     parser = FlagParser(__doc__, foreign={"--output": "--out", "--output_dir": "--out"})
     add = parser.group("sweep")
     count = partial(add, type=flags.count, metavar="N")
     natural = partial(add, type=flags.natural, metavar="N")
     share = partial(add, type=flags.below_one, metavar="F")
-    add("--script", type=Choice(SCRIPTS), default=script, help=f"Entry script (default {script}).")
+    help_of_script = "Entry script (default %(default)s)."
+    add("--script", type=Choice(SCRIPTS), default=SCRIPTS[0], help=help_of_script)
     add("--space", type=file_path, metavar="YAML", help="Search space (default tuning/*.yaml).")
-    count("--trials", default=20, help="Trials, earlier starts included (default %(default)s).")
-    samplers, pruners = ["tpe", "random", "grid"], ["median", "hyperband", "none"]
+    count("--trials", help=f"Trials, earlier starts included (default {TRIALS}; of a grid all).")
+    samplers, pruners = ["tpe", "random", "grid"], ["median", "none"]
     help_of_sampler = "Optuna's sampler; grid is all choices in turn (default %(default)s)."
     add("--sampler", type=Choice(samplers), default="tpe", help=help_of_sampler)
     help_of_pruner = "Optuna's pruner, which ends hopeless trials early (default %(default)s)."
@@ -64,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         InputError: Optuna is missing, or a flag or the space is wrong.
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
-    parser = sweep_parser(SCRIPTS[0])
-    args, rest = parser.parse_known_args(argv)
+    parser = sweep_parser()
+    args, rest = parser.parse_known_args(parser.translate(sys.argv[1:] if argv is None else argv))
     check_optuna()
     from tuning import results, search, space  # import Optuna
 
@@ -75,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.script == "resnet50_test.py" and "optimizer" not in script.given:
         script = TargetScript.read(args.script, [*arguments, "--optimizer", "sgd"])
     path = args.space or Path(__file__).parent / f"{name}.yaml"
-    searched, trials = space.read_space(path, script), args.trials
+    searched, trials = space.read_space(path, script), args.trials or TRIALS
     if args.sampler == "grid":
-        trials = min(trials, math.prod(map(len, space.grid(searched).values())))
+        whole = math.prod(map(len, space.grid(searched).values()))
+        trials = min(args.trials or whole, whole)
     if not args.val_fraction:
         raise InputError("--val_fraction 0: a sweep needs held-out rows to compare trials by")
     out = args.out or Path("runs") / f"tuning-{name}"
@@ -104,7 +107,7 @@ def check_optuna() -> None:
     except importlib.metadata.PackageNotFoundError:
         version = "0"
     if int(version.partition(".")[0]) < 5:
-        raise InputError("a sweep needs Optuna: pip install 'optuna>=5'")
+        raise InputError(f"a sweep needs Optuna: {sys.executable} -m pip install 'optuna>=5'")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ script.flags({"lr": 0.1, "nesterov": False})["lr"]
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from errors import InputError
 from input_pipeline import csv_tables, own_data
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
-MACHINE_FLAGS = {"data_dir", "workers", "threads", "device", "resident", "log_every", "track"}
+ENDS = ("patience", "stop_at", "best_by")  # runs are compared when all have ended, by accuracy
+SPEED_FLAGS = ("device", "resident", "threads", "workers")
+MACHINE_FLAGS = {*SPEED_FLAGS, "data_dir", "log_every", "track"}
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 
@@ -54,7 +57,10 @@ class TargetScript:
                 raise InputError(f"--{name}: the search sets this flag for each run; leave it out")
         if recipe := parser.given(arguments).get("recipe"):
             arguments = [*options.recipe_arguments(recipe, parser), *arguments]
-        return cls(file, arguments, parser.given(arguments))
+        given = parser.given(arguments)
+        if ends := [name for name in ENDS if name in given]:
+            raise InputError(f"--{ends[0]}: runs are compared by their last epoch; leave it out")
+        return cls(file, arguments, given)
 
     def own_name(self, name: str) -> str:
         """Return the script's own name of a searched flag for any spelling, both without dashes.
@@ -112,8 +118,12 @@ class TargetScript:
         return own_data.find_splits(Path(flags["data_dir"]), suffixes)
 
     def settings(self) -> dict[str, Any]:
-        """Return the shared flags that trials need in common to be compared."""
-        return {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
+        """Return the shared flags that trials need in common to be compared, and own data."""
+        flags = self.flags({})
+        shared = {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
+        if flags["dataset"] in own_data.DATASETS:
+            shared["data_dir"] = os.path.abspath(flags["data_dir"])
+        return shared
 
 
 def script_parser(file: str) -> ScriptParser:

@@ -2,9 +2,4 @@
 # Search hyper-parameters of transformer_test.py on a tenth of the training set, from any folder.
 #   bash tuning/transformer_tuning.sh --trials 40 --jobs 4
 #   bash tuning/transformer_tuning.sh --help
-set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv/bin/python
-python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m tuning.sweep --script transformer_test.py "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/resnet50_tuning.sh" --script transformer_test.py "$@"

@@ -31,6 +31,7 @@ from training.epoch_report import is_evaluated, training_seconds
 from tuning.config import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+START = "-- start"  # a line of console.log; an error before it was that of an earlier start
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
 # Loaded at import: a forked child of a process with threads must not load a library.
@@ -98,6 +99,7 @@ class TrialRunner:
             # The process holds the lock as long as it writes here: one whose sweep was killed may
             # still be saving its checkpoint.
             fcntl.flock(log, fcntl.LOCK_EX)
+            print(START, file=log, flush=True)
             if (folder / "last.pt").exists():
                 command += ["--resume", str(folder)]
             else:  # it may have been stopped before its first checkpoint
@@ -162,7 +164,7 @@ def complete_rows(folder: Path) -> list[dict[str, Any]]:
 def how_it_failed(folder: Path, code: int) -> str:
     """Return the script's error line from its console, else its exit code and the last line."""
     console = (folder / "console.log").read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in console.splitlines() if line.strip()]
+    lines = [line for line in console.rpartition(START)[2].splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
     if code >= 0 and said:
         return said[-1][:300]

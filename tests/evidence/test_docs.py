@@ -41,7 +41,7 @@ TOOL_FLAGS += " --cpus-per-task --gpus --ipc"  # of sbatch and docker
 @functools.cache
 def known_flags() -> set[str]:
     parsers = [resnet50_test.parser(), transformer_test.parser(), compare_parser()]
-    parsers.append(sweep_parser("resnet50_test.py"))
+    parsers.append(sweep_parser())
     options = {name for parser in parsers for name in parser.names()} | set(FOREIGN)
     return options | set(TOOL_FLAGS.split())
 

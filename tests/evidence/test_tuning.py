@@ -112,6 +112,8 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (None, "--objective time_to:2", "--objective"),
         (None, "--resume-from-checkpoint=x", "--resume"),
         (None, "--epochs 3 --warmup 5", "warmup=5"),  # which every trial would refuse
+        (None, "--stop-at 0.9", "leave it out"),
+        (None, "--sweep-seed x", "--sweep_seed"),
     ]
 
     def check(text: str | None, words: str, message: str) -> None:
@@ -122,21 +124,49 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
 
     for_each(cases, check)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.8.0")
-    assert run_sweep(None)[::2] == (2, "error: a sweep needs Optuna: pip install 'optuna>=5'\n")
+    assert run_sweep(None)[2].endswith("/python -m pip install 'optuna>=5'\n")
 
 
 @pytest.mark.process
 def test_the_shell_script_starts_from_any_folder(tmp_path):
-    command = ["bash", str(ROOT / "tuning" / "resnet50_tuning.sh"), "--space", "none.yaml"]
+    (tmp_path / "errors.py").write_text("raise SystemExit('not of this project')\n")
+    command = ["bash", str(ROOT / "tuning" / "transformer_tuning.sh"), "--space", "none.yaml"]
     process = ranks.start(command, tmp_path)
     assert "error: --space none.yaml" in ranks.finish(process, tmp_path, expected=2)
 
 
 def test_a_failed_trial_says_why(tmp_path):
-    """A signal, as of the kernel that ran out of memory, comes before an earlier start's error."""
-    (tmp_path / "console.log").write_text("error: interrupted\nepoch 1\n")
-    assert trials.how_it_failed(tmp_path, 2) == "error: interrupted"
+    """A signal is that of the kernel that ran out of memory; an earlier start had its own error."""
+    console = tmp_path / "console.log"
+    console.write_text("error: interrupted\n-- start\nepoch 1\n")
+    assert trials.how_it_failed(tmp_path, 1) == "exit code 1 after: epoch 1"
     assert trials.how_it_failed(tmp_path, -9) == "ended by SIGKILL after: epoch 1"
+    console.write_text("-- start\nerror: no such file\n")
+    assert trials.how_it_failed(tmp_path, 2) == "error: no such file"
+
+
+def test_a_failure_among_the_last_of_several_jobs_ends_the_sweep(tmp_path, run_sweep):
+    def fail(runner: object, trial: optuna.Trial, arguments: list[str]) -> float:
+        trial.set_user_attr("folder", str(tmp_path))
+        if trial.number:
+            raise SystemExit("no memory")
+        return 0.5
+
+    with mock.patch.object(trials.TrialRunner, "__call__", fail):
+        assert run_sweep(None, "--trials", "2", "--jobs", "2") == (
+            2,
+            mock.ANY,
+            "error: no memory\n",
+        )
+
+
+def test_what_trials_have_in_common_names_the_folder_of_own_data(tmp_path):
+    def common(words: str) -> Any:
+        return TargetScript.read("resnet50_test.py", words.split()).settings()
+
+    own = "--dataset folder --data_dir"
+    assert common(f"{own} cats") != common(f"{own} dogs")
+    assert common("--data_dir a") == common("--data_dir b")
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
@@ -344,7 +374,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
 def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_path, monkeypatch):
     """And a copy of the first arm, equal bit for bit, is not ahead; too little time is refused."""
     monkeypatch.setattr(race, "TRIALS", (3,))
-    (tmp_path / "a.yaml").write_text("momentum: 0.8\n")
+    (tmp_path / "a.yaml").write_text("momentum: 0.8\ntest: false\nval_fraction: 0.3\n")
     (tmp_path / "b.yaml").write_text("label_noise: 0.9\n")
     words = ["resnet50_test.py", "--vary", "recipe=a.yaml,a.yaml,b.yaml", *DIGITS, "--epochs", "3"]
     words += ["--optimizer", "sgd", "--seeds", "2", "--jobs", "2"]
@@ -371,6 +401,7 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert "a#2 cannot be told apart from a (+0.00 ± 0.20 points)" in out
     assert "b is behind a (-" in out
     assert out.endswith((tmp_path / "sweep" / "verdict.md").read_text())
+    assert not [*trial.glob("*/*.pt")], "the weights of a search are left behind"
     for name in ("verdict.png", "report.html", "recipe.yaml"):
         assert (tmp_path / "sweep" / name).stat().st_size
     (command,) = (line for line in out.splitlines() if "--recipe" in line)

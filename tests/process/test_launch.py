@@ -207,7 +207,7 @@ def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder
     expected = [(0, first), (1, first), (0, given[1]), (1, given[1])]
     for (rank, flags), line in zip(expected, console.splitlines(), strict=True):
         assert line == (
-            f"8 -m distributed.launch --nnodes 2 --node_rank {rank} --master_addr n7 "
+            f"8 {ranks.ROOT}/distributed/launch.py --nnodes 2 --node_rank {rank} --master_addr n7 "
             "--master_port 20077 --nproc_per_node 4 --max_restarts 0 "
             f"{ranks.ROOT}/resnet50_test.py {flags}"
         )
