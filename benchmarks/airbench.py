@@ -7,7 +7,8 @@ It is the peer of recipes/fast94_vgg8.yaml: same data, machine, precision and cl
 optimizer, augmentation and test views are taken from the file of --source as it is run; the loop
 around them is written for this benchmark, since the file's own needs a GPU. Weights are in fp32 and
 products in bf16, where the file has both in fp16, which a CPU computes slowly. The log is that of
-the entry scripts.
+the entry scripts. With --optimizer ngd the filters have NGD in place of Muon, at Muon's rate, and
+all else is the peer's: in each step the filters' norms are set back first, and nothing decays.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cli.flag_parser import file_path
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
+from ngd import NGD
 
 NEEDED = (
     "CifarNet Muon zeropower_via_newtonschulz5 CifarLoader CIFAR_MEAN CIFAR_STD T infer".split()
@@ -84,7 +86,18 @@ def create_loader(source: ModuleType, split: ImageSplit, *, train: bool) -> Any:
     return loader
 
 
-def create_optimizers(source: ModuleType, net: torch.nn.Module) -> list[torch.optim.Optimizer]:
+class NGDOfFixedNorm(NGD):
+    """NGD of filters whose norms are set back before each step, as the peer's Muon does."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.data.mul_(len(weight) ** 0.5 / weight.data.norm())
+        super().step(closure)
+
+
+def create_optimizers(
+    source: ModuleType, net: torch.nn.Module, *, name: str
+) -> list[torch.optim.Optimizer]:
     """The peer's two optimizers; the first group of the first one is the first layer's bias."""
     filters = [p for p in net.parameters() if p.ndim == 4 and p.requires_grad]
     norms = [p for name, p in net.named_parameters() if "norm" in name and p.requires_grad]
@@ -94,10 +107,14 @@ def create_optimizers(source: ModuleType, net: torch.nn.Module) -> list[torch.op
         {"params": [net.head.weight], "lr": HEAD_LR, "weight_decay": WEIGHT_DECAY / HEAD_LR},
     ]
     sgd = torch.optim.SGD(groups, momentum=SGD_MOMENTUM, nesterov=True, fused=True)
-    muon = source.Muon(filters, lr=FILTER_LR, momentum=MUON_MOMENTUM, nesterov=True)
-    for group in (*sgd.param_groups, *muon.param_groups):
+    settings = {"lr": FILTER_LR, "momentum": MUON_MOMENTUM, "nesterov": True}
+    if name == "ngd":
+        of_filters = NGDOfFixedNorm(filters, weight_decay=0.0, **settings)
+    else:
+        of_filters = source.Muon(filters, **settings)
+    for group in (*sgd.param_groups, *of_filters.param_groups):
         group["initial_lr"] = group["lr"]
-    return [sgd, muon]
+    return [sgd, of_filters]
 
 
 def set_rates(optimizers: Sequence[torch.optim.Optimizer], step: int, steps: int) -> None:
@@ -127,7 +144,7 @@ def train(args: argparse.Namespace, source: ModuleType, log: PeerLog) -> None:
     torch.manual_seed(args.seed)
     net = source.CifarNet().float().to(memory_format=torch.channels_last)
     net.reset()
-    optimizers = create_optimizers(source, net)
+    optimizers = create_optimizers(source, net, name=args.optimizer)
     autocast = torch.autocast("cpu", torch.bfloat16)
     forward = torch.compile(net) if args.compile else net
     steps = args.epochs * len(loader)
@@ -190,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     flags = peer_parser(__doc__, epochs=EPOCHS)
     add = flags.add_argument
     add("--source", type=file_path, required=True, help="airbench94_muon.py of a clone")
+    add("--optimizer", choices=("muon", "ngd"), default="muon", help="of the filters")
     add("--compile", action="store_true", help="compile the network, as the peer")
     return flags
 

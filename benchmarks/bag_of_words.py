@@ -24,7 +24,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks import bench
-from errors import exit_code
+from errors import InputError, exit_code
 from figures.run_logs import LOGS, accuracy, last, read_groups
 from input_pipeline import text_datasets
 from input_pipeline.sampler import held_out_rows
@@ -95,9 +95,12 @@ def main() -> int:
     args = bench.parser(__doc__, reads_data=True).parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
     train, test = ((splits[name].texts, splits[name].labels) for name in ("train", "test"))
+    runs = read_groups(LOGS)[GROUP][RUN]
+    if len(train[0]) != (rows := runs[0][0]["samples"]):
+        raise InputError(f"--data_dir: {len(train[0])} rows to train on; the logs are of {rows}")
     settings = search(train, SEEDS[:1] if args.quick else SEEDS)
     reached = in_full(train, test, settings[0])
-    seeds = last(read_groups(LOGS)[GROUP][RUN], accuracy)
+    seeds = last(runs, accuracy)
     print(f"AG News, {len(train[0])} training rows, {len(test[0])} test rows")
     print(f"TF-IDF with logistic regression, {json.dumps(settings[0])}: {reached:.2f} %")
     print(f"Transformer ({GROUP}/{RUN}): {', '.join(f'{seed:.2f}' for seed in seeds)} %")

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from backends.device import peak_memory
+from backends.execution import compile_seconds
 from backends.machine import commit_or_none, device_name
 from cli.flag_parser import path_text
 from errors import InputError
@@ -36,7 +37,6 @@ from training import run_log
 Name, Value = TypeVar("Name"), TypeVar("Value")  # of a side, and what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
-AT_ONCE = 4  # sides of `compare` in memory beside the baseline: each has a model of its own
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
 # last round, and what comes after it.
 QUICK_SECONDS = 240.0
@@ -116,7 +116,15 @@ class Remote:
         Raises:
             InputError: the process has ended.
         """
-        return self._ask(seconds)
+        return self._ask("rate", seconds)
+
+    def warm_up(self, seconds: float) -> None:
+        """Let the process take steps until it compiles no more, see `warm_up`.
+
+        Raises:
+            InputError: the process has ended.
+        """
+        self._ask("warm up", seconds)
 
     def peak_memory(self) -> int:
         """Return the peak memory of the process in bytes.
@@ -133,7 +141,7 @@ class Remote:
             self.pipe.send(None)
         self.process.join()
 
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, *request: Any) -> Any:
         """Let the process answer a request, and stop it until the next one."""
         self._send("SIGCONT")
         try:
@@ -156,11 +164,15 @@ def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, .
     if sys.platform != "win32":
         os.setpgrp()  # a group of stopped processes ends with the one that started it
     steps = make(*arguments)
+    answers: dict[str, Callable[..., Any]] = {
+        "rate": functools.partial(samples_a_second, steps),
+        "warm up": functools.partial(warm_up, steps),
+        "memory": functools.partial(peak_memory, DEVICE),
+    }
     with contextlib.suppress(EOFError):
         while (request := pipe.recv()) is not None:
-            pipe.send(
-                peak_memory(DEVICE) if request == "memory" else samples_a_second(steps, request)
-            )
+            name, *values = request
+            pipe.send(answers[name](*values))
 
 
 def samples_a_second(steps: Iterator[int], seconds: float) -> float:
@@ -172,6 +184,14 @@ def samples_a_second(steps: Iterator[int], seconds: float) -> float:
         samples += next(steps)
     wait_for_device()
     return samples / (time.perf_counter() - start)
+
+
+def warm_up(steps: Iterator[int], seconds: float) -> None:
+    """Take steps for `seconds`, and again as long as torch.compile has had work in them."""
+    compiled = None
+    while compiled != compile_seconds():
+        compiled = compile_seconds()
+        samples_a_second(steps, seconds)
 
 
 def wait_for_device() -> None:
@@ -237,17 +257,20 @@ def compare(
     seconds: float,
     budget: Budget,
 ) -> tuple[dict[str, Row], dict[str, int]]:
-    """Measure sides over the first one, a few at a time, each after an untimed turn.
+    """Measure sides over the first one, in pairs, each after untimed turns.
+
+    Only two processes exist at a time: how fast memory is got depends on what others hold.
 
     Args:
         starts: starts the process of each side, by its name; the first is the baseline.
         title: of the rows, before the name of the side.
         rounds: largest number of rounds.
         seconds: of a side in a round.
-        budget: a share of which each group of sides takes, see `groups_of`.
+        budget: a share of which each pair takes.
 
     Returns:
-        The row over the baseline and the peak memory in bytes of each side, the baseline included.
+        The row over the baseline and the peak memory in bytes of each side, the baseline included,
+        whose rates are those of all pairs.
 
     Raises:
         InputError: a process has ended.
@@ -255,26 +278,23 @@ def compare(
     baseline, *others = starts
     rows: dict[str, Row] = {}
     memory: dict[str, int] = {}
-    for group in groups_of(others):
+    rates_of_baseline: list[float] = []
+    for other in others:
         deadline = budget.next_deadline()
-        remotes = {name: starts[name]() for name in (baseline, *group)}
+        remotes = {name: starts[name]() for name in (baseline, other)}
         try:
             for remote in remotes.values():
-                remote.rate(seconds)
+                remote.warm_up(seconds)
             turns = {name: functools.partial(each.rate, seconds) for name, each in remotes.items()}
             rates = take_turns(turns, rounds, deadline=deadline)
             memory = {name: each.peak_memory() for name, each in remotes.items()} | memory
         finally:
             for remote in remotes.values():
                 remote.close()
-        for name, rate in rates.items():
-            rows.setdefault(name, Row(f"{title} {name}", rate, rates[baseline]))
-    return rows, memory
-
-
-def groups_of(names: Sequence[str]) -> list[Sequence[str]]:
-    """Split the sides beside the baseline into groups that are in memory at the same time."""
-    return [names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE)]
+        rows[other] = Row(f"{title} {other}", rates[other], rates[baseline])
+        rates_of_baseline += rates[baseline]
+    alone = Row(f"{title} {baseline}", rates_of_baseline, rates_of_baseline)
+    return {baseline: alone, **rows}, memory
 
 
 # -------------------------------------------------------------------- showing

@@ -9,9 +9,7 @@
 #   bash benchmarks/gpu_evidence.sh B runs/pieces/2     speed of ResNet-50's step by setting
 #   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds,
 #                                                       and the search of its rival
-#   bash benchmarks/gpu_evidence.sh D [FLAG...]         recipe best with these flags, such as
-#                                                       --optimizer kaldi_ngd; D again goes on with
-#                                                       it; algebra of KaldiNGD
+#   bash benchmarks/gpu_evidence.sh D                   recipe best; D again goes on with it
 #
 # A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
 # a quarter of an hour, give A and B LIMIT=160 and C LIMIT=280, and leave out D. docs/performance.md
@@ -232,7 +230,6 @@ part_C() { # what only has an accuracy beside one another; one through the compi
 }
 
 part_D() {
-    further=("$@")
     train step gpu_best/best-seed0 510 --recipe best --backend compile --seed 0
     accuracies
 }
@@ -250,7 +247,7 @@ train() { # train HOW FOLDER SECONDS FLAG...: the command of the plan, figures/e
     local folder=$work/runs/$2 resume=()
     [ -e "$folder/last.pt" ] && resume=(--resume "$folder")
     "$1" "${2#*/}" "$3" "$python" resnet50_test.py "${@:4}" "${small_data[@]}" --out "$folder" \
-        "${resume[@]}" "${further[@]}"
+        "${resume[@]}"
 }
 
 # -------------------------------------------------------------------- one part
@@ -296,10 +293,10 @@ join)
     exit
     ;;
 A | B | C | D) shift ;;
-*) fail "usage: gpu_evidence.sh pack DIR | A PIECE | B PIECE | C PIECE | D FLAG..." ;;
+*) fail "usage: gpu_evidence.sh pack DIR | A PIECE | B PIECE | C PIECE | D" ;;
 esac
 
-small=() small_images=() small_data=() quick=() further=() held_out=(--val_fraction 0.1 --no-test)
+small=() small_images=() small_data=() quick=() held_out=(--val_fraction 0.1 --no-test)
 tests=(-n 4 tests/unit/test_gpu.py tests/unit/test_graphs.py)
 if [ -n "${MINIATURE:-}" ]; then # the later flag counts, so that these replace those of the steps
     small=(--device cpu --backend eager --precision fp32 --threads 1 --workers 0 --bs 16
@@ -316,13 +313,13 @@ OUT=$(realpath -m "${OUT:-$root/runs/gpu_evidence}")
 logs=$work/$part attempt=1
 deadline=$((SECONDS + ${LIMIT:-530}))
 check_packages
-[ "$part" = D ] || [ -z "${1:-}" ] || [ -e "$1/sums" ] || fail "no piece of the data is in $1"
+[ -z "${1:-}" ] || [ -e "$1/sums" ] || fail "no piece of the data is in $1"
 while [ -e "$logs" ]; do # a part that runs again keeps what it showed before
     attempt=$((attempt + 1))
     logs=$work/$part-$attempt
 done
 mkdir -p "$OUT" "$logs" "$work/pieces"
-if [ "$part" != D ] && [ -n "${1:-}" ]; then
+if [ -n "${1:-}" ]; then
     cp "$1/$archive".* "$1/sums" "$work/pieces/" # this folder may be another one in the next part
 fi
 export DATA_DIR=$work/data PYTHON=$python WORK=$work PYTHONUNBUFFERED=1

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from backends.device import keep_freed_memory, num_cores
 from benchmarks import bench
 from cli.flag_parser import file_path
-from errors import exit_code
+from errors import InputError, exit_code
 from input_pipeline import image_batches
 from input_pipeline.augmentation import AUGMENTATIONS
 from input_pipeline.image_datasets import read_image_splits
@@ -124,7 +124,10 @@ def memory(process: int, counted: set[int]) -> int:
     lines = (proc / "smaps_rollup").read_text().splitlines()
     total = 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("Pss_Anon", "Pss_File")))
     for link in [*(proc / "fd").iterdir(), *(proc / "map_files").iterdir()]:
-        status = link.stat()
+        try:
+            status = link.stat()
+        except PermissionError:
+            raise InputError("only root may read which memory processes share") from None
         if "/dev/shm/" in os.readlink(link) and status.st_ino not in counted:
             counted.add(status.st_ino)
             total += 512 * status.st_blocks

@@ -21,6 +21,7 @@ from backends.machine import describe_machine
 from cli.flag_parser import file_path, path_text
 from cli.flags import count, natural
 from errors import InputError
+from training.run_folder import lock_run_folder
 from training.run_log import RunLog
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ class PeerLog:
         if (folder / "metrics.jsonl").exists():
             raise InputError(f"--out {folder}: holds the log of a run; give a new folder")
         folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_run_folder(folder)
         if args.threads:
             torch.set_num_threads(args.threads)
         config = {
@@ -104,15 +106,16 @@ class PeerLog:
         with self.clock("eval"):
             results = evaluate()
         epoch, samples = len(self.rows) + 1, steps * batch_size
+        train_seconds = self.seconds["train"] - sum(row["train_seconds"] for row in self.rows)
         row = {
             "epoch": epoch,
             "step": epoch * steps,
             "samples": epoch * samples,
             "seconds": sum(self.seconds.values()),
-            "train_seconds": self.seconds["train"],
+            "train_seconds": train_seconds,
             "compile_seconds": self.seconds["compile"],
             "eval_seconds": self.seconds["eval"],
-            "samples_per_second": epoch * samples / self.seconds["train"],
+            "samples_per_second": samples / train_seconds,
             "train_loss": loss_sum / samples,
             "train_accuracy": num_correct / samples,
             **results,

@@ -7,9 +7,9 @@ python -m benchmarks.plain_training --arch vgg8 --bs 128 --lr 0.1 --epochs 16 --
 torchvision transforms on PIL images or a tokenizing collate function, DataLoader workers, fp32,
 eager, NCHW, and torch's optimizers with their defaults. It starts from the weights of ours.
 
-The command trains on all of CIFAR-10 to the end, with SGD and a cosine. Its flags are named as in
-resnet50_test.py; with --val_fraction it evaluates on the last rows of the training set alone.
-Momentum and decay are those of the entry script's SGD.
+The command trains on all of CIFAR-10 to the end, on a CPU, with SGD and a cosine. Its flags are
+named as in resnet50_test.py; with --val_fraction it evaluates on the last rows of the training set
+alone. Momentum and decay are those of the entry script's SGD.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -68,6 +68,10 @@ class Recipe:
             momentum=opened.args.momentum,
             weight_decay=opened.args.weight_decay,
         )
+
+    def in_own_memory(self) -> Recipe:
+        """The same, with a model that no other process shares: it may have come from one."""
+        return replace(self, model=copy.deepcopy(self.model))
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Create torch's optimizer, with its own defaults."""
@@ -213,9 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     same = {name: getattr(args, name) for name in ("arch", "bs", "lr", "seed", "data_dir")}
     words = [word for name, each in same.items() for word in (f"--{name}", str(each))]
+    words += ["--device", "cpu"]
     # In a process of its own: a script's start changes the allocator and the threads.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        recipe = pool.submit(make_recipe, words).result()
+        recipe = pool.submit(make_recipe, words).result().in_own_memory()
     args.momentum, args.weight_decay = recipe.momentum, recipe.weight_decay  # for the log
     command = "python -m benchmarks.plain_training"
     log = PeerLog(args, f"plain PyTorch {torch.__version__}", precision="fp32", command=command)

@@ -1,17 +1,17 @@
 """A training step of both scripts by precision, backend and memory saving, compared with peers.
 
-python -m benchmarks.step --quick                    # without compiled sides; five minutes
-python -m benchmarks.step --json step.json           # all; a quarter of an hour on two cores
+python -m benchmarks.step --quick                    # ours and plain; five minutes
+python -m benchmarks.step --json step.json           # all; half an hour on two cores
 python -m benchmarks.step --only resnet50            # one script
 python -m benchmarks.step --sides plain "plain, our allocator" ours
 
-Every side is a process of its own and trains on the real data, input pipeline included; the sides
-take turns. 'plain' is the baseline of plain_training.py (fp32, eager, NCHW, DataLoader workers),
-'plain, our allocator' the same with memory kept for the next step as ours does, and 'compiled' the
-same under torch.compile. 'as timm' does what timm's train.py does with
---amp --channels-last --torchcompile: autocast, channels_last, compiled model, timm's optimizer
-factory. With --quick the batch is a quarter; the tables name it. With --sides the first one is the
-baseline, and no side has a target.
+Every side is a process of its own and trains on the real data, input pipeline included; each takes
+turns with a baseline of its own. That is 'plain' of plain_training.py: fp32, eager, NCHW,
+DataLoader workers. 'plain, our allocator' keeps memory for the next step as ours does, 'compiled'
+is under torch.compile, and 'as timm' does what timm's train.py does with
+--amp --channels-last --torchcompile: autocast (in bf16, where the device has it), channels_last,
+compiled model, timm's optimizer factory. With --quick the batch is a quarter; the tables name it.
+With --sides the first one is the baseline, and no side has a target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backends.device import has_bf16, keep_freed_memory
 from benchmarks import bench, plain_training, trainers
 from benchmarks.plain_training import Recipe
 from benchmarks.trainers import BATCHES
-from errors import exit_code
+from errors import exit_code, needing
 
 PLAIN, SAME_ALLOCATOR = "plain", "plain, our allocator"
 # Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
@@ -40,19 +40,17 @@ OURS = {
     "ours, fuse": "--fuse",
     "ours, checkpoint": "--checkpoint_activations",
     "ours, fp32": "--precision fp32",
-    "ours, compile, fuse": "--backend compile --fuse",
-    "ours, fp32, compile": "--precision fp32 --backend compile",
-}
-BY_SIDES = {  # further ones of ours, measured only where --sides names them
-    "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack
+    "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack, by --sides alone
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
+MIN_SIDES = 2
 # Rounds, and seconds of each side in a round; with --quick and without.
 SIZES = {True: (3, 4.0), False: (5, 8.0)}
 
 
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
     """Take training steps of a peer without end; yield the number of samples of each."""
+    recipe = recipe.in_own_memory()
     if side == SAME_ALLOCATOR:
         keep_freed_memory()
     if side == "compiled":
@@ -60,7 +58,8 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
     batches = plain_training.read_batches(recipe, data_dir, batch)
     if side != "as timm":
         yield from plain_training.train(recipe, batches)
-    import timm.optim  # which the legacy stack has not
+    with needing("as timm", "timm"):  # which the legacy stack has not
+        import timm.optim
 
     device = bench.DEVICE
     model = recipe.model.to(device=device, memory_format=torch.channels_last)  # type: ignore
@@ -73,7 +72,7 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         inputs, labels = inputs.to(device), labels.to(device)
         if not recipe.texts:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=has_bf16(device)):
             loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
@@ -84,15 +83,11 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
 def default_sides(quick: bool) -> list[str]:
     """Return plain and the sides that are compared with it.
 
-    Where the device does not compute in bf16, the default precision on a processor is fp32, so that
-    the sides of ours in fp32 would be measured twice.
+    Where a processor does not compute in bf16, the default precision is fp32 as well.
     """
     twice = not has_bf16(bench.DEVICE) and not torch.cuda.is_available()
-    ours = [side for side in OURS if not (twice and "fp32" in side)]
-    every = [*ours[:2], *PEERS, *ours[2:]]  # peers take turns with what they are compared with
-    if quick:
-        every = [side for side in ours if "compile" not in side]
-    return [PLAIN, *every]
+    ours = [side for side in OURS if "ort" not in side and not (twice and "fp32" in side)]
+    return [PLAIN, ours[0]] if quick else [PLAIN, ours[0], *PEERS, *ours[1:]]
 
 
 def measure_script(
@@ -108,10 +103,10 @@ def measure_script(
     flags = ["--data_dir", data_dir, "--bs", str(batch)]
     with trainers.ready(name, flags) as opened:
         recipe = Recipe.of(opened)
-    starts, ours = {}, OURS | BY_SIDES
+    starts = {}
     for side in sides:
-        if side in ours:
-            work = trainers.train_steps, name, [*flags, *ours[side].split()]
+        if side in OURS:
+            work = trainers.train_steps, name, [*flags, *OURS[side].split()]
         else:
             work = peer_steps, side, recipe, data_dir, batch
         starts[side] = partial(bench.Remote, *work)
@@ -127,31 +122,34 @@ def measure_script(
 
 
 def create_bars(name: str, measured: dict[str, bench.Row]) -> list[bench.Bar]:
-    """Return the bars of a script: the best of ours over plain and over each of the peers."""
-    best = max((row for side, row in measured.items() if side in OURS), key=lambda row: row.ratio)
+    """Return the bars of a script: ours over plain, and its ratio over that of each peer."""
+    ours = measured["ours"]
     peers = [measured[side] for side in PEERS if side in measured]
     return [
-        bench.Bar(f"{best.name} of plain", best.ratio, BARS[name]),
-        *(bench.Bar(f"{best.name} of {peer.name}", best.ratio / peer.ratio, 1.0) for peer in peers),
+        bench.Bar(f"{ours.name} of plain", ours.ratio, BARS[name]),
+        *(bench.Bar(f"{ours.name} of {peer.name}", ours.ratio / peer.ratio, 1.0) for peer in peers),
     ]
 
 
 def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    every = [PLAIN, SAME_ALLOCATOR, *PEERS, *OURS, *BY_SIDES]
+    every = [PLAIN, SAME_ALLOCATOR, *PEERS, *OURS]
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
-    sides = args.sides or default_sides(args.quick)
+    sides = [*dict.fromkeys(args.sides or default_sides(args.quick))]
+    if len(sides) < MIN_SIDES:
+        parser.error("--sides: name two or more different ones")
     timm = ["timm"] if "as timm" in sides else []
-    machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
+    with needing("as timm", "timm"):
+        machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
     print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []
     memories: dict[str, Any] = {}
     batches: dict[str, int] = {}
     names = [args.only] if args.only else list(trainers.SCRIPTS)
-    budget = bench.Budget(args.quick, len(names) * len(bench.groups_of(sides[1:])))
+    budget = bench.Budget(args.quick, len(names) * (len(sides) - 1))
     for name in names:
         measured, memories[name], batches[name] = measure_script(
             name, sides, args.data_dir, quick=args.quick, budget=budget

@@ -186,7 +186,7 @@ def find_runs(
     runs: dict[str, run_logs.Runs] = {}
     first: dict[str, Path] = {}
     for group in groups:
-        folders = run_logs.run_folders(group.with_suffix(""))
+        folders = run_logs.run_folders(group.with_suffix("") if group.is_file() else group)
         finished = [folder for folder in folders if run_logs.finished(folder)]
         if not finished:
             raise InputError(f"{group}: holds no finished run NAME-seedN")

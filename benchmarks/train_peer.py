@@ -23,9 +23,10 @@ from torch import nn
 
 from benchmarks.trainers import SCRIPTS, Opened, open_script
 from cli import options
-from distributed.world import World, init_world
+from distributed.world import TimeLimits, World, init_world
 from errors import InputError, exit_code, needing
 from optimizers.param_groups import decay_groups
+from training.epoch_report import report_result
 
 
 def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -39,6 +40,7 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
     return optimizer
 
 
+REFUSED = ("weights", "evaluate", "predict", "export")  # flags that only the script's main reads
 STANDS_FOR = "adamw"  # the value of --optimizer in a peer's run
 PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
     "soap": ("pytorch_optimizer", create_soap),
@@ -77,6 +79,9 @@ def parse(arguments: Sequence[str]) -> PeerRun:
         raise InputError(f"usage: python -m benchmarks.train_peer {names} FLAGS")
     peer, script, flags = arguments[0], FILES[arguments[1]], arguments[2:]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
+    for name in REFUSED:
+        if getattr(args, name):
+            raise InputError(f"{peer}: --{name} is for the script alone; leave it out")
     if args.optimizer != STANDS_FOR:
         raise InputError(
             f"{peer}: add --optimizer {STANDS_FOR}, whose defaults and groups it takes"
@@ -87,9 +92,10 @@ def parse(arguments: Sequence[str]) -> PeerRun:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     run = parse(sys.argv[1:] if arguments is None else arguments)
-    with init_world(run.args.device) as world:
+    with init_world(run.args.device, TimeLimits(*run.args.timeout)) as world:
         opened = run.open(world)
         opened.trainer.fit(opened.checkpoint)
+        report_result(opened.trainer)
 
 
 if __name__ == "__main__":

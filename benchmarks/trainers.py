@@ -76,7 +76,7 @@ def open_script(
         model = image_classification.create_model(args, run, data.metadata, images=data.train)
     else:
         model = task.create_model(args, run, data.metadata)
-    loss_fn, meta_learner = factory.create_loss(
+    loss = factory.create_loss(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
     batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
@@ -86,14 +86,7 @@ def open_script(
     else:
         optimizer = factory.create_optimizer(args, run, model, script.OPTIMIZERS)
     trainer = factory.create_trainer(
-        args,
-        run,
-        data,
-        model=model,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-        meta_learner=meta_learner,
-        batches=batches,
+        args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
     )
     return Opened(args, run, data, trainer, checkpoint)
 
@@ -106,12 +99,15 @@ def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
         name: of the script.
         flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none.
     """
-    with tempfile.TemporaryDirectory() as folder, init_world() as world:
+    script = SCRIPTS[name]
+    with tempfile.TemporaryDirectory() as folder:
         arguments = ["--optimizer", OPTIMIZERS[name], *flags, "--out", f"{folder}/run"]
-        opened = open_script(SCRIPTS[name], arguments, world)
-        opened.trainer.wrap_model()
-        opened.trainer.model.train()
-        yield opened
+        args, _ = options.parse(script.parser(), script.SCRIPT, arguments)
+        with init_world(args.device) as world:
+            opened = open_script(script, arguments, world)
+            opened.trainer.wrap_model()
+            opened.trainer.model.train()
+            yield opened
 
 
 def all_batches(trainer: Trainer) -> Iterator[tuple[RankBatch, Tensor, Tensor]]:

@@ -67,7 +67,7 @@ def page_with_results(
                 rows.append(f"| {link} | | | | |")
             for name in names:
                 extra = f"`{entry['runs'][name]}`" if entry["runs"][name] else ""
-                values = measurements(measured[name], timed=entry.get("timed"))
+                values = measurements(measured[name], timed=entry.get("timed", 0))
                 rows.append(f"| {' | '.join([name, *values, extra])} |")
             missing += sum(name not in measured for name in shown)
         if missing:
@@ -93,11 +93,11 @@ def replace_generated_section(page: str, begin: str, end: str, content: str) -> 
     return f"{before}{begin}\n{content}\n{end}{after}"
 
 
-def measurements(runs: Runs, *, timed: int | None) -> list[str]:
+def measurements(runs: Runs, *, timed: int) -> list[str]:
     """Return accuracy and seeds, seconds and memory of runs after their last epochs.
 
-    The accuracy is not that of the best epoch, so that the test set chooses nothing. `timed` is how
-    many of the first seeds ran without much other work beside them; None is all.
+    The accuracy is not that of the best epoch, so that the test set chooses nothing. `timed` is of
+    how many of the first seeds the time is shown.
     """
     rows = [each[-1] for each in runs]
     seconds = [training_seconds(row) for row in rows[:timed]]

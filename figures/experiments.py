@@ -35,6 +35,7 @@ from cli import flags
 from cli.flag_parser import FlagParser, file_path
 from errors import InputError, Interrupted, exit_code
 from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
+from training.run_folder import lock_run_folder
 
 PLAN = ROOT / "figures" / "experiments.yaml"
 SEEDS = (0, 1, 2)
@@ -96,7 +97,8 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
     if time.monotonic() >= deadline:
         raise Interrupted("the time is over; run the same command again to continue")
     if run.folder.exists() and not (run.folder / "last.pt").exists():
-        shutil.rmtree(run.folder)  # the run was stopped before its first checkpoint
+        lock_run_folder(run.folder).close()  # no other process writes to it
+        shutil.rmtree(run.folder)  # it was stopped before its first checkpoint, or has none
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     process = subprocess.Popen(run.arguments(), cwd=ROOT, env=environment)
     try:
@@ -107,7 +109,8 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
         process.send_signal(signal.SIGTERM)
         if wait(process, SHUTDOWN_SECONDS) is None:
             process.kill()
-        message = f"stopped in {run.title}; run the same command again to resume it"
+        kept = "resume it" if (run.folder / "last.pt").exists() else "begin it anew"
+        message = f"stopped in {run.title}; run the same command again to {kept}"
         raise Interrupted(message) from None
     if code or not finished(run.folder):
         return f"exit code {code}"

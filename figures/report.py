@@ -24,7 +24,7 @@ import torch
 import resnet50_test
 import transformer_test
 from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
-from errors import InputError, exit_code
+from errors import InputError, exit_code, writing
 from figures.report_charts import Line, draw_chart
 from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, read_run
 from input_pipeline import own_data
@@ -74,14 +74,10 @@ def write_report(runs: Sequence[ReportedRun], path: Path) -> None:
         InputError: the file cannot be written.
     """
     text = render(runs)
-    try:
+    with writing(f"--out {path}", "file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise InputError(
-            f"--out {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
 
 
 def render(runs: Sequence[ReportedRun]) -> str:
@@ -136,7 +132,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     last = epoch_result(run.rows, row["epoch"])
     is_meta = flags.get("mixup") == "meta"
     chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
-    train_seconds = total(run, "train_seconds")
+    seconds = training_seconds(row) if "seconds" in row else 0
     return {
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
@@ -146,14 +142,9 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "best result": f"{best.show()}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
-        "samples/s": show(row, "samples", "{:.0f}", 1 / train_seconds if train_seconds else 0),
+        "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
         "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
     }
-
-
-def total(run: ReportedRun, key: str) -> float:
-    """Return the sum of a value over all epochs."""
-    return sum(row.get(key, 0) for row in run.rows)
 
 
 def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
@@ -164,6 +155,7 @@ def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
 def environment_of(run: ReportedRun) -> dict[str, str]:
     """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
     row, command = run.rows[-1], run.config.get("command")
+    sent = sum(each.get("wire_bytes", 0) for each in run.rows)
     words = command if isinstance(command, list) else [command or ""]
     recorded = {**run.flags, **run.config, "command": " ".join(map(str, words))}
     return {
@@ -173,7 +165,7 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
         "devices": show(row, "devices", "{:g}"),
         "time of evaluation": show(row, "eval_seconds", "{:.0f} s"),
         "time of compilation": show(row, "compile_seconds", "{:.0f} s"),
-        "sent by each process": show({"sent": total(run, "wire_bytes")}, "sent", "{:.1f} MB", 1e-6),
+        "sent by each process": show({"sent": sent}, "sent", "{:.1f} MB", 1e-6),
         "run": run.name,
     }
 
