@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -98,8 +98,21 @@ def _proportions(total: int, weights: Sequence[Fraction], *, lowest: int) -> lis
 # -------------------------------------------------------------------- over time
 
 
-class Rule:
-    """Decides the batch size of each epoch; a rule with a memory overrides the other methods."""
+class Memory:
+    """What remembers something from epoch to epoch, in attributes that a checkpoint keeps."""
+
+    remembered: Sequence[str] = ()  # their names
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.remembered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.remembered:
+            setattr(self, name, state[name])
+
+
+class Rule(Memory):
+    """Decides the batch size of each epoch."""
 
     def next_batch_size(self, epoch: int, size: int) -> float:
         """Return the number of samples that the global batch of an epoch should have.
@@ -121,12 +134,6 @@ class Rule:
             seconds: time of the slowest rank.
             noise: gradient noise scale in samples, if it is known.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class Scheduled(Rule):
@@ -280,6 +287,8 @@ class ByLoss(Rule):
         window: k, in epochs.
     """
 
+    remembered = ("losses", "seconds")
+
     def __init__(
         self,
         kind: str = "progress",
@@ -302,13 +311,13 @@ class ByLoss(Rule):
         self.seconds: list[float] = []  # of the last two epochs
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        needed = self.window if self.kind == "progress" else 2
-        if len(self.losses) < needed or not min(self.losses) > 0:
+        needed, losses = self.window if self.kind == "progress" else 2, self.losses[-self.window :]
+        if len(losses) < needed or not min(losses) > 0:
             return size
         if self.kind == "progress":
-            progress = 1000 * (sum(self.losses) / (self.window * min(self.losses)) - 1)
+            progress = 1000 * (sum(losses) / (self.window * min(losses)) - 1)
             return size * self.factor if progress < self.threshold else size / self.factor
-        loss = self.losses[-1] / self.losses[-2]
+        loss = losses[-1] / losses[-2]
         time = self.seconds[-1] / self.seconds[-2]
         score = 1000 * (1 - LOSS_SHARE * loss - (1 - LOSS_SHARE) * time)
         return size * self.factor ** ((score > self.threshold) - (score < -self.threshold))
@@ -318,13 +327,6 @@ class ByLoss(Rule):
             return
         self.losses = [*self.losses, loss][-self.window :]
         self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self.losses), "seconds": list(self.seconds)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = list(state["losses"])[-self.window :]
-        self.seconds = list(state["seconds"])
 
 
 class ByNoise(Rule):
@@ -337,6 +339,8 @@ class ByNoise(Rule):
     Args:
         factor: by which the batch changes at most from one epoch to the next.
     """
+
+    remembered = ("noise",)
 
     def __init__(self, factor: float = 2.0) -> None:
         if not factor >= SMALLEST_FACTOR:
@@ -352,12 +356,6 @@ class ByNoise(Rule):
     def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         self.noise = noise
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"noise": self.noise}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.noise = state["noise"]
-
 
 RULES = {
     "none": None,
@@ -372,7 +370,7 @@ RULES = {
 # -------------------------------------------------------------------- the noise scale
 
 
-class NoiseScale:
+class NoiseScale(Memory):
     """Estimate of the gradient noise scale, smoothed over the epochs.
 
     The mean gradient G_b of b samples has E |G_b|**2 = |G|**2 + tr(Sigma) / b (arXiv:1812.06162,
@@ -380,6 +378,8 @@ class NoiseScale:
     noise scale. Each of the two is an exponential moving average, since the mean of their ratios
     would be biased.
     """
+
+    remembered = ("trace", "square")
 
     def __init__(self) -> None:
         self.trace = 0.0  # of the covariance of a sample's gradient
@@ -408,18 +408,11 @@ class NoiseScale:
         self.square = SMOOTHING * self.square + (1 - SMOOTHING) * square
         return max(self.trace, 0.0) / self.square if self.square > 0 else None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"trace": self.trace, "square": self.square}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trace = state["trace"]
-        self.square = state["square"]
-
 
 # -------------------------------------------------------------------- over workers
 
 
-class WorkerBalancer:
+class WorkerBalancer(Memory):
     """Dynamic batch size of each worker (DBS, arXiv:2007.11831).
 
     The share of rank i is batch x speed_i / sum_j speed_j. Speeds are samples/s of the last epoch,
@@ -427,6 +420,8 @@ class WorkerBalancer:
     slowest rank becomes shorter by more than `MIN_GAIN`, since every new size may have to be
     compiled.
     """
+
+    remembered = ("speeds",)
 
     def __init__(self) -> None:
         self.speeds: list[float] = []  # samples/s of each rank; empty while they are not known
@@ -463,12 +458,6 @@ class WorkerBalancer:
         if self._step_seconds(balanced) < (1 - MIN_GAIN) * self._step_seconds(kept):
             return balanced
         return kept
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"speeds": list(self.speeds)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.speeds = list(state["speeds"])
 
     def _step_seconds(self, shares: Sequence[int]) -> float:
         """Predict the time of a step, that of the slowest rank."""

@@ -62,6 +62,17 @@ def needing(what: str, packages: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def writing(what: str, kind: str) -> Iterator[None]:
+    """Turn a file or folder (`kind`) that cannot be written into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{what}: cannot be written ({error.strerror}); choose another {kind}"
+        ) from None
+
+
+@contextlib.contextmanager
 def refused_as(flag: str) -> Iterator[None]:
     """Turn a part's refusal of its settings into the line of the flag that gave them."""
     try:

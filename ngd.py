@@ -55,7 +55,7 @@ from torch.nn import functional
 from optimizers.adam import AdamStep, adamw_step_
 from optimizers.base import GradScalerOptimizer, are_same
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
-from optimizers.matrix_functions import inverse_square_root
+from optimizers.matrix_functions import inverse_square_root, traces
 from optimizers.param_groups import is_matrix
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
@@ -458,11 +458,6 @@ def gram(H: Tensor, X: Tensor) -> Tensor:
     """Computes H H' (batch, rank, rank), float64, of H from `project` of X."""
     H = H.double()
     return H.mT @ H if X.shape[3] == 1 else H @ H.mT
-
-
-def traces(A: Tensor) -> Tensor:
-    """Returns the traces (batch,) of matrices (batch, n, n)."""
-    return A.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: Tensor) -> Tensor:

@@ -73,25 +73,17 @@ def main() -> None:
             fine_tuning.begin_with_weights(
                 args, run, model, saved, classes=data.metadata["classes"]
             )
-        loss_fn, meta_learner = factory.create_loss(
+        loss = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
         batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
         model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
         optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(
-            args,
-            run,
-            data,
-            model=model,
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            meta_learner=meta_learner,
-            batches=batches,
+            args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
         )
-        summary = trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        baseline = data.metadata["baseline"]
-        report_result(world, summary, folder=trainer.log.folder, baseline=baseline)
+        trainer.fit(checkpoint)  # the loop is in training/trainer.py
+        report_result(trainer)
 
 
 if __name__ == "__main__":

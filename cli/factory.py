@@ -3,7 +3,7 @@
 check_processes(args, parser, world, checkpoint)             # all were started alike
 run = create_run(args, "resnet50_test", world, checkpoint)
 optimizer = create_optimizer(args, run, model, OPTIMIZERS)
-loss_fn, meta_learner = create_loss(args, run, data)
+loss = create_loss(args, run, data)
 batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -387,6 +387,13 @@ def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
     return weights.float().to(run.world.device)
 
 
+class Loss(NamedTuple):
+    """What a step computes of a batch, and what learns beside the model, if anything does."""
+
+    function: LossFn
+    meta_learner: MetaMixupStep | None = None
+
+
 def create_loss(
     args: Namespace,
     run: Run,
@@ -394,8 +401,8 @@ def create_loss(
     *,
     sample_mix: Callable[..., mixup.Mix],
     meta_mixup: type[MetaMixup],
-) -> tuple[LossFn, MetaMixupStep | None]:
-    """The loss function; and, with --mixup meta, what learns beside the model.
+) -> Loss:
+    """The loss, and with --mixup meta what learns how to mix.
 
     Args:
         sample_mix: how samples are mixed, as `mixup.sample_mix` does.
@@ -403,13 +410,13 @@ def create_loss(
     """
     unmixed = CrossEntropy(args.label_smoothing, class_weights(args, run, data))
     if args.mixup == "none":
-        return unmixed, None
+        return Loss(unmixed)
     mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
     settings = dict(args.mixup_args)
     if args.mixup != "meta":
         with refused_as("--mixup_args"):
             mixup.sample_beta(args.alpha, 0, weight=settings.get("weight"))
-        return mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)), None
+        return Loss(mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)))
     classes, every = len(data.metadata["classes"]), settings.pop("every")
     with refused_as("--mixup_args"):
         meta = meta_mixup(
@@ -420,7 +427,7 @@ def create_loss(
         data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
     )
     with refused_as("--mixup_args"):
-        return loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every)
+        return Loss(loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every))
 
 
 # -------------------------------------------------------------------- batches
@@ -482,15 +489,10 @@ def create_trainer(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_fn: LossFn,
-    meta_learner: MetaMixupStep | None,
+    loss: Loss,
     batches: DynamicBatchSampler,
 ) -> Trainer:
-    """Make the trainer of these parts, and the run folder.
-
-    Args:
-        model, optimizer, loss_fn, meta_learner, batches: as of `Trainer`.
-    """
+    """Make the trainer of these parts, and the run folder."""
     world = run.world
     comm_hook, lr_schedule = create_comm_hook(args, run), create_lr_schedule(args)
     folder, lock = open_run_folder(args.out, run.script, world, run.checkpoint)
@@ -527,7 +529,7 @@ def create_trainer(
     return Trainer(
         model,
         optimizer,
-        loss_fn,
+        loss.function,
         batches,
         train_set=data.train,
         eval_sets=data.eval_sets,
@@ -538,7 +540,7 @@ def create_trainer(
         config=create_trainer_config(args, run, batches),
         metadata={"script": run.script, "flags": vars(args), "segments": segments, **data.metadata},
         comm_hook=comm_hook,
-        meta_learner=meta_learner,
+        meta_learner=loss.meta_learner,
         early_stop=EarlyStop(
             f"{'val' if 'val' in data.eval_sets else 'test'}_{args.best_by}",
             args.patience,
@@ -624,11 +626,9 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     reported; with --test_views that over these views.
     """
     name, views = "test" if "test" in data.eval_sets else "val", num_views(args)
-    if views > 1:
-        model = AveragedViews(model, views)
     classes = data.metadata["classes"]
     result = evaluation.evaluate(
-        model,
+        AveragedViews(model, views),
         data.eval_sets[name],
         precision=run.precision,
         world=run.world,

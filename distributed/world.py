@@ -122,8 +122,7 @@ class World:
     def average_buffers(self, model: nn.Module) -> None:
         """Replace BatchNorm's running statistics by their mean over the ranks; one all-reduce."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if self.size > 1:
-            average_tensors(buffers, RankAverager())
+        average_tensors(buffers, RankAverager())
 
     # ---------------------------------------------------------------- between the hosts
 

@@ -281,9 +281,6 @@ class FileDecoder:
         Raises:
             InputError: a file cannot be read.
         """
-        if images.pixels is not None and changes is None:
-            yield from ((rows, [images.pixels[rows]]) for rows in row_batches)
-            return
         parts = [rows.chunk(max(1, self.workers)) for rows in row_batches]
         tasks = (images.reader(part, changes) for of_rows in parts for part in of_rows)
         with contextlib.closing(self.run(tasks)) as results:

@@ -139,23 +139,18 @@ class ResNet(ConvNormModule):
         small_stem: bool = True,
     ) -> None:
         super().__init__()
-        if small_stem:
-            self.conv1 = conv(channels, width, size=3)
-        else:
-            self.conv1 = conv(channels, width, size=7, stride=2)
+        size, stride = (3, 1) if small_stem else (7, 2)
+        self.conv1 = conv(channels, width, size=size, stride=stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.maxpool = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
-        inputs, layers = width, []
+        inputs, self.stages = width, len(stages)
         for stage, blocks in enumerate(stages):
-            outputs = width * 2**stage
-            layers.append(nn.Sequential())
+            outputs, layer = width * 2**stage, nn.Sequential()
             for index in range(blocks):
                 stride = 2 if stage and index == 0 else 1
-                layers[-1].append(block(inputs, outputs, stride=stride))
+                layer.append(block(inputs, outputs, stride=stride))
                 inputs = outputs * block.expansion
-        self.stages = len(layers)
-        for number, layer in enumerate(layers, 1):
-            self.add_module(f"layer{number}", layer)
+            self.add_module(f"layer{stage + 1}", layer)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inputs, classes)
         for module in self.modules():

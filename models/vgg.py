@@ -73,12 +73,8 @@ class VGG8(nn.Module):
         filters = torch.empty(width, channels, PATCH, PATCH)
         self.register_buffer("filters", nn.init.kaiming_normal_(filters))
         self.bias = nn.Parameter(torch.zeros(width))
-        inputs, groups = width, []
-        for outputs in WIDTHS:
-            groups.append(ConvGroup(inputs, outputs))
-            inputs = outputs
-        self.groups = nn.Sequential(*groups)
-        self.fc = nn.Linear(inputs, classes)
+        self.groups = nn.Sequential(*map(ConvGroup, (width, *WIDTHS), WIDTHS))
+        self.fc = nn.Linear(WIDTHS[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.dirac_(module.weight[: module.in_channels].data)

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
-from optimizers.matrix_functions import absolute_value, inverse, square_root
+from optimizers.matrix_functions import absolute_value, inverse, square_root, traces
 
 FIRST_UPDATES = 10  # steps at the start that update all estimates
 BATCH_BYTES = 16 * 2**20  # of gradients that are worked on together: what a CPU's cache holds
@@ -263,15 +263,15 @@ def next_estimate(
     L, info = torch.linalg.cholesky_ex(Y @ Y.mT)
     R = torch.linalg.solve_triangular(L, Y, upper=False)
     squares = L.mT @ L  # Y'Y between the rows of the new R
-    trace_T = eta * g0 + (1 - eta) * (_trace(S) + (dim - rank) * rho)
+    trace_T = eta * g0 + (1 - eta) * (traces(S) + (dim - rank) * rho)
     S = square_root(squares)
-    rho = (trace_T - _trace(S)) / (dim - rank)
+    rho = (trace_T - traces(S)) / (dim - rank)
     # D is S - rho I, but each eigenvalue is at least the floor
-    floor = FLOOR * _trace(squares).sqrt()
+    floor = FLOOR * traces(squares).sqrt()
     above = S - times_eye(rho + floor)
     D = (above + absolute_value(above)) / 2 + times_eye(floor)
     rho = torch.maximum(rho, floor)
-    beta = rho * (1 + alpha) + alpha / dim * _trace(D)
+    beta = rho * (1 + alpha) + alpha / dim * traces(D)
     K = eye - beta[:, None, None] * inverse(D + times_eye(beta))
 
     new = Estimate(R.to(estimate.R.dtype), D + times_eye(rho), K, rho)
@@ -280,10 +280,6 @@ def next_estimate(
         is_valid = is_valid & part.reshape(len(part), -1).isfinite().all(1)
     masks = (is_valid.view(-1, *[1] * (part.ndim - 1)) for part in new)
     return Estimate(*map(torch.where, masks, new, estimate))
-
-
-def _trace(matrices: Tensor) -> Tensor:
-    return matrices.diagonal(dim1=1, dim2=2).sum(1)
 
 
 # ------------------------------------------------------------ the estimates in the state

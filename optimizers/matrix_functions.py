@@ -82,7 +82,7 @@ def inverse_square_root(M: Tensor) -> Tensor:
     if M.device.type in EIGH_DEVICES:
         return _with_eigenvalues(M, lambda eigenvalues: eigenvalues.clamp(min=0).rsqrt())
     eye = torch.eye(M.shape[1], dtype=M.dtype, device=M.device)
-    trace = M.diagonal(dim1=1, dim2=2).sum(1)
+    trace = traces(M)
     inverses = inverse(M[:, None] + _multiples(trace, POLES)[:, :, None, None] * eye)
     factors = _multiples(trace.sqrt(), WEIGHTS)
     return torch.bmm(factors[:, None], inverses.flatten(2)).view_as(M)
@@ -98,6 +98,11 @@ def inverse(A: Tensor) -> Tensor:
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     L_inverse = torch.linalg.solve_triangular(L, eye, upper=False)
     return L_inverse.mT @ L_inverse
+
+
+def traces(A: Tensor) -> Tensor:
+    """Returns the traces (batch,) of matrices (batch, n, n)."""
+    return A.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def _with_eigenvalues(A: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -31,7 +31,12 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    with contextlib.suppress(OSError):  # not every file system can do that with a folder
+        number = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -48,13 +53,3 @@ def sync_file(path: Path) -> None:
     """Wait until the content of a file is on the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can do that."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)

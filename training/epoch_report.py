@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.device import peak_memory
-from distributed.world import World
 from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation
-from training.progress import Progress
 from training.step_stats import StepTotals
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
 
 
 def epoch_columns(
@@ -39,13 +40,7 @@ def is_evaluated(row: Mapping[str, Any]) -> bool:
 
 
 def epoch_row(
-    progress: Progress,
-    totals: StepTotals,
-    *,
-    evaluated: Mapping[str, float | None],
-    lr: float,
-    batch_size: int,
-    world: World,
+    trainer: Trainer, totals: StepTotals, evaluated: Mapping[str, float | None]
 ) -> dict[str, Any]:
     """One flat object for the epoch that is over, which is still counted as not done.
 
@@ -53,9 +48,8 @@ def epoch_row(
         totals: the epoch's sums over all ranks, without skipped steps; if all of them were skipped,
             loss and accuracy are not a number.
         evaluated: what `epoch_columns` returned.
-        batch_size: the global batch.
-        world: the ranks; their `traffic` is the epoch's.
     """
+    progress, world = trainer.progress, trainer.world
     row = {
         "epoch": progress.epoch + 1,
         "step": progress.step,
@@ -72,8 +66,8 @@ def epoch_row(
         row["mean_lambda"] = totals.mix_weight / totals.samples
     return row | {
         **evaluated,
-        "lr": lr,
-        "batch_size": batch_size,
+        "lr": trainer.last_lr(),
+        "batch_size": trainer.batches.size,
         "world_size": world.size,
         "devices": world.devices,
         "peak_memory_bytes": peak_memory(world.device),
@@ -125,22 +119,13 @@ def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
     return EpochResult(epoch, next((row for row in rows if row["epoch"] == epoch), {}))
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What a run has reached and what it took."""
-
-    progress: Progress
-    chosen_by: str  # column of metrics.jsonl that chose the best epoch
-    meta_learned: bool  # a mixing policy has learned from the rows of 'val'
-    unsaved: Collection[str]  # of 'last' and 'best', what the last save failed to write
-
-
 def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learned: bool) -> str:
     """How the best of some epochs was chosen, and what that means for its result.
 
     Args:
         rows: of metrics.jsonl.
-        chosen_by, meta_learned: as of `RunSummary`.
+        chosen_by: column of metrics.jsonl that chose the best epoch.
+        meta_learned: a mixing policy has learned from the rows of 'val'.
     """
     if len(rows) == 1:
         return "the only epoch"
@@ -154,21 +139,16 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learne
     return f"chosen {by}on validation rows{learned}"
 
 
-def report_result(
-    world: World, summary: RunSummary, *, folder: Path, baseline: Mapping[str, Any]
-) -> None:
+def report_result(trainer: Trainer) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
-    Args:
-        summary: what `Trainer.fit` returned.
-        folder: the run folder.
-        baseline: the fields of a `Baseline` and the name of its evaluation set, or nothing.
     Raises:
         InputError: the last checkpoint could not be written.
     """
+    world, folder = trainer.world, trainer.log.folder
     if not world.is_main:
         return
-    progress, is_saved = summary.progress, "last" not in summary.unsaved
+    progress, is_saved = trainer.progress, "last" not in trainer.unsaved
     rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
     last = epoch_result(rows, progress.epoch)
@@ -176,7 +156,8 @@ def report_result(
     if over_views := last.show_views():
         print(f"last.pt: {over_views}")
     if best_epoch:
-        chosen = how_chosen(rows, chosen_by=summary.chosen_by, meta_learned=summary.meta_learned)
+        is_meta = trainer.meta_learner is not None
+        chosen = how_chosen(rows, chosen_by=trainer.early_stop.chosen_by, meta_learned=is_meta)
         print(f"best.pt: {epoch_result(rows, best_epoch).show()} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
@@ -187,7 +168,7 @@ def report_result(
         f"device-hours; run folder {folder}",
         flush=True,
     )
-    found = dict(baseline)
+    found = dict(trainer.metadata["baseline"])
     accuracy = last.row.get(f"{found.pop('eval_set', '')}_accuracy")
     if accuracy is not None:
         print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)

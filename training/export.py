@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from errors import InputError, first_line, needing
+from errors import InputError, first_line, needing, writing
 
 SUFFIXES = (".onnx", ".pt2", ".safetensors")
 PT2_METADATA = "metadata.json"  # the name of the extra file
@@ -57,7 +57,10 @@ def export(
         for axis, (name, largest) in dynamic.items()
     }
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with (
+            writing(f"--export {path}", "file"),
+            tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        ):
             file = Path(folder) / path.name
             if path.suffix == ".pt2":
                 given = _export_pt2(model, example, file, sizes, metadata)
@@ -72,10 +75,6 @@ def export(
                     f"model's by {difference:.2g}"
                 )
             file.replace(path)
-    except OSError as error:
-        raise InputError(
-            f"--export {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
     except InputError:
         raise
     except Exception as error:  # of many types, as for a model of more than 2 GiB

@@ -7,7 +7,7 @@ batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,8 @@ class BatchLoss(NamedTuple):
     mix_weight: Tensor | None = None  # (), sum of the samples' lambda; None: nothing is mixed
 
 
-class LossFn(Protocol):
-    """What the training loop asks of a loss."""
-
-    def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
-        """Run the model on a batch (batch, ...) with labels (batch,), and compare."""
-        ...
+LossFn = Callable[[nn.Module, Tensor, Tensor], BatchLoss]
+"""Runs the model on a batch (batch, ...) with labels (batch,), and compares."""
 
 
 class CrossEntropy:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
+from errors import writing
 from training.atomic_file import atomic_write
 
 SUFFIXES = (".jsonl", ".csv")
@@ -87,29 +87,25 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Se
         InputError: a sample cannot be read, or the file cannot be written.
     """
     count = 0
-    try:
-        with (
-            atomic_write(path) as temporary,
-            open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
-        ):
-            rows = csv.writer(file)
-            for count, prediction in enumerate(predictions, 1):
-                sample, probabilities = prediction.sample, prediction.probabilities
-                record: dict[str, Any] = {
-                    "name": sample.name,
-                    **({} if sample.text is None else {"text": sample.text}),
-                    "predicted": classes[prediction.most_likely()[0]],
-                }
-                rounded = [round(probability, DECIMALS) for probability in probabilities]
-                if path.suffix == ".jsonl":
-                    record["probabilities"] = dict(zip(classes, rounded))
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    continue
-                if count == 1:
-                    rows.writerow([*record, *(f"probability_{name}" for name in classes)])
-                rows.writerow([*record.values(), *rounded])
-    except OSError as error:
-        raise InputError(
-            f"--predict_out {path}: cannot be written ({error.strerror}); choose another file"
-        ) from None
+    with (
+        writing(f"--predict_out {path}", "file"),
+        atomic_write(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        rows = csv.writer(file)
+        for count, prediction in enumerate(predictions, 1):
+            sample, probabilities = prediction.sample, prediction.probabilities
+            record: dict[str, Any] = {
+                "name": sample.name,
+                **({} if sample.text is None else {"text": sample.text}),
+                "predicted": classes[prediction.most_likely()[0]],
+            }
+            rounded = [round(probability, DECIMALS) for probability in probabilities]
+            if path.suffix == ".jsonl":
+                record["probabilities"] = dict(zip(classes, rounded))
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                continue
+            if count == 1:
+                rows.writerow([*record, *(f"probability_{name}" for name in classes)])
+            rows.writerow([*record.values(), *rounded])
     return count

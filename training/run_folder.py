@@ -20,7 +20,7 @@ from typing import IO, Any
 from distributed.agreement import on_main
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import World
-from errors import InputError
+from errors import InputError, writing
 from training.checkpoint import latest_files, read_progress
 
 LOCK_FILE = ".lock"  # of a run folder
@@ -29,7 +29,7 @@ LOCK_FILE = ".lock"  # of a run folder
 def latest_run(script: str, launcher: str | None = None) -> Path | None:
     """The run folder below runs/ with the newest checkpoint of a script, whatever its name is.
 
-    The trials of sweeps do not count.
+    The trials of sweeps do not count, which only their sweep resumes.
 
     Args:
         script: its name without .py.
@@ -39,14 +39,10 @@ def latest_run(script: str, launcher: str | None = None) -> Path | None:
     for folder in {path.parent for path in Path("runs").rglob("last*.pt")}:
         is_of_script = read_config(folder).get("script") == script
         is_of_job = launcher is None or is_run_of(launcher, folder)
-        if is_of_script and is_of_job and not is_trial(folder) and (files := latest_files(folder)):
+        is_trial = folder.parent.name == "trials" and folder.name.isdigit()
+        if is_of_script and is_of_job and not is_trial and (files := latest_files(folder)):
             newest[folder] = files[0].stat().st_mtime_ns
     return max(newest, key=lambda folder: (newest[folder], folder), default=None)
-
-
-def is_trial(folder: Path) -> bool:
-    """Whether a folder is that of a trial, which only its sweep resumes."""
-    return folder.parent.name == "trials" and folder.name.isdigit()
 
 
 def is_run_of(launcher: str, folder: Path) -> bool:
@@ -103,12 +99,8 @@ def lock_run_folder(folder: Path) -> IO[str]:
         InputError: another process has the folder, or it cannot be written to.
     """
     path = folder / LOCK_FILE
-    try:
+    with writing(f"--out {folder}", "folder"):
         file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-    except OSError as error:
-        raise InputError(
-            f"--out {folder}: cannot be written ({error.strerror}); choose another folder"
-        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

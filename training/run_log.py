@@ -9,18 +9,17 @@ log.epoch([{"epoch": 1, "step": 390, "test_accuracy": 0.43, ...}])
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-from errors import InputError, discard_stdout
+from errors import discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress
@@ -103,12 +102,8 @@ class RunLog:
         if not self.is_main:
             return
         text = json.dumps(self.config, indent=2, default=str) + "\n"
-        try:
+        with writing(f"--out {self.folder}", "folder"):
             atomic_write_text(self.folder / "config.json", text)
-        except OSError as error:
-            raise InputError(
-                f"--out {self.folder}: cannot be written ({error.strerror}); choose another folder"
-            ) from None
         self.write_rows(rows)
         if self.track != "none":
             self.tracked = TrackedRun(self.track, self.folder, self.config, warn=self.info)
@@ -121,9 +116,8 @@ class RunLog:
         if not self.is_main:
             return
         finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-        with self._warning_of_a_full_disk(self.folder / "metrics.jsonl") as path:
-            lines = (json.dumps(row, allow_nan=False) + "\n" for row in finite)
-            atomic_write_text(path, "".join(lines))
+        lines = (json.dumps(row, allow_nan=False) + "\n" for row in finite)
+        self._write("metrics.jsonl", "".join(lines))
 
     def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows, the last of which is new, and print that one in the console's table."""
@@ -148,14 +142,13 @@ class RunLog:
         if not self.is_main or not counts:
             return
         text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
-        with self._warning_of_a_full_disk(self.folder / CONFUSION_FILE) as path:
-            atomic_write_text(path, text + "\n")
+        self._write(CONFUSION_FILE, text + "\n")
 
-    @contextlib.contextmanager
-    def _warning_of_a_full_disk(self, path: Path) -> Iterator[Path]:
-        """Let the run go on, after a warning, where a file cannot be written."""
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of the folder; where that is not possible the run goes on with a warning."""
+        path = self.folder / name
         try:
-            yield path
+            atomic_write_text(path, text)
         except OSError as error:
             self.info(f"warning: {path} could not be written ({error.strerror}); the run goes on")
 

@@ -192,38 +192,24 @@ class NoiseMeter:
         norms = torch.stack(torch._foreach_norm(bucket.gradients()))
         self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
 
-    def add_small(
-        self,
-        sums: StepSums,
-        gradients: list[Tensor],
-        *,
-        scale: Tensor,
-        samples: int,
-        is_averaged: bool,
-    ) -> None:
-        """Take the squared norm of the gradient of few samples.
+    def small_square(self, gradients: list[Tensor], *, is_averaged: bool) -> Tensor:
+        """(), the squared norm of the gradient of few samples, which is scaled as the loss was.
 
         Args:
             gradients: after the first micro-batch.
-            scale: (), what the loss was multiplied by.
-            samples: of the micro-batch.
-            is_averaged: whether the gradients are averaged over the ranks already, since the
-                micro-batch is the whole step.
+            is_averaged: whether these are averaged over the ranks already, since the micro-batch
+                is the whole step; then the norm is that of this rank's own, from the buckets.
         """
-        if is_averaged and self.world.size == 1:
-            return
-        square = self.squares.sum() if is_averaged else squared_norm(gradients)
-        sums.small_square.copy_(square / scale.square())
-        sums.inverse_small.fill_(1 / samples)
+        return self.squares.sum() if is_averaged else squared_norm(gradients)
 
     def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
-        """Per-step means over the epoch, or None if every step was skipped.
+        """Per-step means over the epoch, or None if no step was measured.
 
         Returns:
             The arguments of `dynamic_batch.noise_scale`.
         """
         count = (steps - int(totals.skipped)) * self.world.size
-        if count <= 0:
+        if count <= 0 or not totals.inverse_small:
             return None
         names = ("small_square", "inverse_small", "big_square", "inverse_big")
         return {name: getattr(totals, name) / count for name in names}

@@ -11,7 +11,7 @@ A step's order is: learning rate, backward, unscale, clip, step, update of the l
 Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 steps, to read them.
 
     trainer = Trainer(model, optimizer, CrossEntropy(), batches, train_set=train, ...)
-    summary = trainer.fit(checkpoint)
+    trainer.fit(checkpoint)
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
-from training import checkpoint, evaluation, recovery, train_state
+from training import checkpoint, evaluation, probe, recovery, train_state
 from training.batch_sampler import DynamicBatchSampler
-from training.epoch_report import RunSummary, epoch_columns, epoch_row
+from training.epoch_report import epoch_columns, epoch_row
 from training.losses import LossFn
 from training.meta_mixup_step import MetaMixupStep
 from training.micro_batches import MicroBatches
-from training.probe import Probe
 from training.progress import EarlyStop, Progress
 from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
@@ -112,17 +111,12 @@ class Trainer:
         # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
-        self.sharded_traffic = (Traffic(), Traffic())  # of a micro-batch, and of the last of a step
-        if self.is_sharded:
-            self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
+        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
         self.sums = StepSums(world.device)
         # The noise scale compares two micro-batches where there are no other ranks.
         least = 2 if config.measure_noise_scale and world.size == 1 else 1
         self.micro_batches = MicroBatches(
             max(config.accumulation_steps, least), config.micro_batch_size
-        )
-        self.probe = Probe(
-            self.model, self.forward_backward, self.micro_batches, world=world, log=self.log
         )
         self.progress = Progress()
         self.num_classes = len(self.metadata["classes"])
@@ -150,8 +144,8 @@ class Trainer:
 
     # ---------------------------------------------------------------- the run
 
-    def fit(self, checkpoint: dict[str, Any] | None = None) -> RunSummary:
-        """Train until the run is over; returns its last and best epochs and its totals.
+    def fit(self, checkpoint: dict[str, Any] | None = None) -> None:
+        """Train until the run is over.
 
         Args:
             checkpoint: a state to go on from, as `training.checkpoint.load` returns it; it is empty
@@ -181,12 +175,6 @@ class Trainer:
             if reason := self.early_stop.reason(self.progress.rows):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
-        return RunSummary(
-            self.progress,
-            self.early_stop.chosen_by,
-            meta_learned=self.meta_learner is not None,
-            unsaved=self.unsaved,
-        )
 
     def is_over(self, row: Mapping[str, Any] | None = None) -> bool:
         """Whether all epochs are done or the run ends early, also if `row` is that of one more."""
@@ -196,7 +184,7 @@ class Trainer:
     def begin(self, checkpoint: dict[str, Any] | None) -> None:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""
         if self.world.device.type == "cuda" and not self.is_sharded:
-            self.probe.fit_memory(self.train_set, self.batches, with_graphs=self.graph is not None)
+            probe.fit_memory(self)
             limits = self.world.all_gather(self.micro_batches.limit)
             self.micro_batches.limit = min(filter(None, limits), default=None)
         self.wrap_model()
@@ -204,12 +192,7 @@ class Trainer:
         if checkpoint is None:
             train_state.save(self)  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
-            self.probe.lay_out_buckets(
-                self.parallel_model,
-                self.train_set,
-                share=self.batches.largest_share,
-                steps=checkpoint["progress"]["step"],
-            )
+            probe.lay_out_buckets(self, steps=checkpoint["progress"]["step"])
             self.restore(checkpoint)
             path = Path(checkpoint["file"])
             train_state.settle_files(self, path)
@@ -327,7 +310,7 @@ class Trainer:
                     raise InputError(
                         f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs"
                     ) from None
-                self.probe.halve_micro_batch(len(labels))
+                probe.halve_micro_batch(self, len(labels))
         if self.compute_timer is not None:
             self.compute_timer.stop()
         self.optimizer_step(step_sums)
@@ -367,14 +350,13 @@ class Trainer:
             if output.mix_weight is not None:
                 sums.mix_weight += output.mix_weight
             sums.samples += len(y)
-            if self.noise_meter is not None and number == 1:
-                self.noise_meter.add_small(
-                    sums,
-                    self.gradients(),
-                    scale=self.scaler.scale(torch.ones((), device=labels.device)) * share,
-                    samples=len(y),
-                    is_averaged=is_last,
-                )
+            # One micro-batch on one rank has nothing to be compared with.
+            is_measured = number == 1 and (not is_last or self.world.size > 1)
+            if self.noise_meter is not None and is_measured:
+                scale = self.scaler.scale(torch.ones((), device=labels.device)) * share
+                square = self.noise_meter.small_square(self.gradients(), is_averaged=is_last)
+                sums.small_square.copy_(square / scale.square())
+                sums.inverse_small.fill_(1 / len(y))
                 sums.inverse_big.fill_(weight / (len(labels) * self.world.size))
         return sums
 
@@ -407,7 +389,7 @@ class Trainer:
             skip = self.communicating.skipped > 0
             self.world.traffic += self.communicating.take_traffic()
         if self.noise_meter is not None:
-            step_sums.big_square.copy_(norm.square())
+            step_sums.big_square.copy_(norm.square() * (step_sums.inverse_small > 0))
         self.comm_hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.sums.add_step(step_sums, skip)
@@ -449,14 +431,7 @@ class Trainer:
             if self.world.size == 1:
                 train_state.save(self)
             raise
-        row = epoch_row(
-            progress,
-            totals,
-            evaluated=evaluated,
-            lr=self.last_lr(),
-            batch_size=self.batches.size,
-            world=self.world,
-        )
+        row = epoch_row(self, totals, evaluated)
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
         if self.meta_learner is not None:
@@ -549,8 +524,18 @@ class Trainer:
         totals = self.sums.read()
         if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
+        if totals.skipped:
+            self.restart_statistics()
         if totals.samples:
             self.log.status(bar, self.progress, totals, steps=self.batches.steps())
+
+    def restart_statistics(self) -> None:
+        """Let BatchNorm's statistics begin anew where a skipped step has made them non-finite."""
+        models = [self.model, *([self.average.model] if self.average is not None else [])]
+        for name, buffer in (pair for model in models for pair in model.named_buffers()):
+            if buffer.is_floating_point():
+                first = float(name.endswith("running_var"))
+                buffer.nan_to_num_(first, first, first)
 
     # ---------------------------------------------------------------- parallelism and memory
 

@@ -145,6 +145,13 @@ def test_noise_is_measured_between_a_micro_batch_and_the_batch(accumulate, first
     assert noise_sums(trainer) == noise_between(torch.arange(first))
 
 
+def test_a_batch_too_small_for_two_micro_batches_measures_no_noise():
+    trainer = trainer_of(image_model(), World(), measure_noise_scale=True)
+    trainer.train_step(*batch(3))
+    assert noise_sums(trainer) == [0, 0, 0, 0]
+    assert trainer.noise_meter.means(trainer.sums.read(), 1) is None
+
+
 def noise_is_measured_between_a_rank_and_all(world: World) -> None:
     inputs, labels = batch(40)
     shares = [28, 12]

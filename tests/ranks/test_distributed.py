@@ -14,6 +14,7 @@ import ranks
 from distributed import world
 from distributed.world import StopVote, World
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
+from training import probe
 from training.losses import CrossEntropy
 from training.progress import device_hours
 from training.step_stats import StepSums
@@ -59,7 +60,7 @@ def each_rank_finds_its_own_micro_batch(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = memory_loss(3 if world.rank == 1 else 8)
     trainer = make_trainer(model, optimizer, world, loss_fn=loss_fn)
-    trainer.probe.try_batch(trainer.model, *text_batch(8))
+    probe.try_batch(trainer, trainer.model, *text_batch(8))
     assert trainer.micro_batches.number(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -84,7 +85,7 @@ def test_a_batch_that_is_tried_leaves_no_trace():
     before = [value.clone() for value in model.state_dict().values()]
     state = torch.get_rng_state()
     inputs = torch.randn(8, 6, generator=torch.Generator())
-    trainer.probe.try_batch(model, inputs, torch.arange(8) % 3)
+    probe.try_batch(trainer, model, inputs, torch.arange(8) % 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), before))
     assert all(p.grad is None for p in model.parameters())
