@@ -57,8 +57,10 @@ def needing(what: str, packages: str) -> Iterator[None]:
     """Turn an import that fails into an InputError that says what to install."""
     try:
         yield
-    except ImportError:
-        raise InputError(f"{what} needs a package: pip install {packages}") from None
+    except Exception as error:  # also of a package that does not fit the others
+        raise InputError(
+            f"{what} needs a package ({first_line(error)}): pip install {packages}"
+        ) from None
 
 
 @contextlib.contextmanager

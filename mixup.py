@@ -179,8 +179,7 @@ def attention(
     Args:
         labels: (batch,) integers; only their number and device count.
         alpha: parameter of the Beta distribution of lambda, around which the map varies.
-        height: of the images, in pixels.
-        width: of the images, in pixels.
+        height, width: of the images, in pixels.
         generator: on the device of `labels`.
 
     Returns:
@@ -211,8 +210,7 @@ def cutmix(
     Args:
         labels: (batch,) integers; only their number and device count.
         alpha: parameter of the Beta distribution of lambda.
-        height: of the images, in pixels.
-        width: of the images, in pixels.
+        height, width: of the images, in pixels.
         generator: on the CPU, since the rectangle is sampled on the host.
 
     Returns:
@@ -258,8 +256,7 @@ def sample_mix(
         kind: one of `KINDS` except 'none' and 'meta'.
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
-        height: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
-        width: of the images, in pixels; kinds of `TEXT_KINDS` ignore it.
+        height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
         settings: others of that kind: `weight`, and `per_sample` of mixup.
 
     Raises:

@@ -372,23 +372,20 @@ def finish(
     machine: str,
     **facts: Any,
 ) -> int:
-    """Print the time and the bars of a benchmark, write its JSON file, return its exit code.
+    """Print the time and a line for each bar, and write the JSON file.
 
     Args:
         settings: the arguments of `parser`.
         bars, rows: what was measured.
         machine: see `machine`.
         facts: further entries of the file.
+    Returns:
+        The exit code: 1 if a bar is short, else 0.
     """
     took = time.perf_counter() - settings.started
     print(f"{took:.0f} s")
     facts = {"machine": machine, "took": took, "quick": settings.quick, **facts}
     write_json(settings.json, list(rows), bars, **facts)
-    return verdict(bars)
-
-
-def verdict(bars: Sequence[Bar]) -> int:
-    """Print a line for each bar; return the exit code: 1 if a bar is short, else 0."""
     for bar in bars:
         name, result = bar.name.replace(" ", "_"), "holds" if bar.holds else "short"
         print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.target:.3f} {result}")

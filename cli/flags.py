@@ -135,25 +135,24 @@ def shared_parser(
     """
     parser = ScriptParser(description, FOREIGN)
     parser.optimizers = optimizers
-    add_data(parser, datasets)
+    _add_data(parser, datasets)
     add_own(parser)
-    add_training(parser)
-    add_fine_tuning(parser)
-    add_mixing(parser, mixing)
-    add_optimizer(parser, optimizers)
-    add_schedule(parser)
-    add_speed(parser)
-    add_communication(parser)
-    add_batches(parser)
-    add_run(parser)
+    _add_training(parser)
+    _add_fine_tuning(parser)
+    _add_mixing(parser, mixing)
+    _add_optimizer(parser, optimizers)
+    _add_schedule(parser)
+    _add_speed(parser)
+    _add_communication(parser)
+    _add_batches(parser)
+    _add_run(parser)
     parser.set_defaults(**defaults)
     return parser
 
 
 # A declaration of two lines would become one of eight.
 # fmt: off
-def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
-    """Declare the flags of the data."""
+def _add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add = parser.group("data")
     add("--dataset", Choice(datasets), datasets[0], "data set; folder and csv are your own files "
         "in --data_dir (docs/own_data.md)", common=True)
@@ -177,8 +176,7 @@ def add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
         "--threads)", metavar="N", scope=Scope.NODE)
 
 
-def add_training(parser: ScriptParser) -> None:
-    """Declare the flags of training."""
+def _add_training(parser: ScriptParser) -> None:
     add = parser.group("training")
     add("--bs --batch_size -b", count, 128, "samples of a process in one forward and backward pass",
         dest="batch_size", metavar="N", common=True)
@@ -203,8 +201,7 @@ def add_training(parser: ScriptParser) -> None:
         "dropout", metavar="N", common=True)
 
 
-def add_fine_tuning(parser: ScriptParser) -> None:
-    """Declare the flags of weights from elsewhere."""
+def _add_fine_tuning(parser: ScriptParser) -> None:
     add = parser.group("fine-tuning")
     add("--weights", path_text, None, "first weights, and the tokenizer of texts: a run folder or "
         ".pt file, a .safetensors or state_dict file, or for images DEFAULT, those of torchvision "
@@ -214,8 +211,7 @@ def add_fine_tuning(parser: ScriptParser) -> None:
         "hf:NAME")
 
 
-def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
-    """Declare the flags of mixing; `mixing` are the values of --mixup."""
+def _add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     add = parser.group("mixing of samples")
     add("--mixup", Choice(mixing), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
@@ -227,8 +223,7 @@ def add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
             "meta": own(MetaMixup, "policy", "lr") | own(MetaMixupStep, "every")})
 
 
-def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:
-    """Declare --optimizer and the settings of optimizers."""
+def _add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:
     add = parser.group("optimizer")
 
     def users(name: str) -> dict[str, Sequence[str]]:
@@ -263,8 +258,7 @@ def add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice
         "none without a value", nargs="*", metavar="F", only_with=[users("compress_warmup")])
 
 
-def add_schedule(parser: ScriptParser) -> None:
-    """Declare the flags of the learning rate."""
+def _add_schedule(parser: ScriptParser) -> None:
     add = parser.group("learning rate")
 
     add("--lr_schedule", Choice(schedules.SCHEDULES), "cosine", "schedule; polynomial falls "
@@ -285,8 +279,7 @@ def add_schedule(parser: ScriptParser) -> None:
         only_with=[{"lr_scaling": ON}])
 
 
-def add_speed(parser: ScriptParser) -> None:
-    """Declare the flags of devices, speed and memory."""
+def _add_speed(parser: ScriptParser) -> None:
     add = parser.group("speed and devices")
     several = {"processes": ON}
     add("--device", str, "auto", "auto (a GPU if there is one), cpu, cuda, or cuda:N, which all "
@@ -312,8 +305,7 @@ def add_speed(parser: ScriptParser) -> None:
         only_with=[several])
 
 
-def add_communication(parser: ScriptParser) -> None:
-    """Declare the flags of what processes send."""
+def _add_communication(parser: ScriptParser) -> None:
     add = parser.group("communication")
     forms = [*comm_hooks.AllReduceHook.compressions, *comm_hooks.ROUNDED_BITS]
     several, diloco = {"processes": ON}, {"sync": ("diloco",)}
@@ -335,8 +327,7 @@ def add_communication(parser: ScriptParser) -> None:
         owner="sync", parts={"diloco": own(DiLoCo, "lr", "momentum")})
 
 
-def add_batches(parser: ScriptParser) -> None:
-    """Declare the flags of batches that change."""
+def _add_batches(parser: ScriptParser) -> None:
     add = parser.group("batches that change (sizes over all processes)")
     add("--dynamic_batch", Choice(RULES), "none", "rule by which the batch changes from "
         "epoch to epoch", common=True)
@@ -359,8 +350,7 @@ def add_batches(parser: ScriptParser) -> None:
             "noise": common | own(ByNoise, "factor")})
 
 
-def add_run(parser: ScriptParser) -> None:
-    """Declare the flags of what the script does, and where."""
+def _add_run(parser: ScriptParser) -> None:
     add = parser.group("run")
     start, how = {"scope": Scope.START}, {"scope": Scope.HOW}
     add("--out", path_text, None, "run folder (default runs/SCRIPT-TIME)", metavar="DIR",

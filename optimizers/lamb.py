@@ -20,12 +20,7 @@ from optimizers.base import GradScalerOptimizer, foreach_scalar, subtract_update
 
 
 def lamb_trust_ratios(weights: Tensor, updates: Tensor) -> Tensor:
-    """Returns the trust ratio of each layer, weights / updates, or 1 where either is 0.
-
-    Args:
-        weights: norm of each layer's weights, shape (layers,).
-        updates: norm of each layer's update, shape (layers,).
-    """
+    """Returns the trust ratios (layers,): the norms weights / updates, or 1 where either is 0."""
     return torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
 
 

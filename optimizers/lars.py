@@ -21,14 +21,10 @@ from optimizers.base import GradScalerOptimizer, tensor_norms
 def lars_trust_ratios(
     weights: Tensor, grads: Tensor, *, coefficient: float, weight_decay: float, eps: float
 ) -> Tensor:
-    """Returns the trust ratio of each layer, equation 6 of the paper, or 1 where a norm is 0.
+    """Returns the trust ratios (layers,), equation 6 of the paper, or 1 where a norm is 0.
 
     Args:
-        weights: norm of each layer's weights, shape (layers,).
-        grads: norm of each layer's gradient, shape (layers,).
-        coefficient: the trust coefficient.
-        weight_decay: the weight decay that is added to the gradient.
-        eps: added to the denominator.
+        weights, grads: norm of each layer's weights and gradient, (layers,).
     """
     ratios = coefficient * weights / (grads + weight_decay * weights + eps)
     return torch.where((weights > 0) & (grads > 0), ratios, 1.0)

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 
 def optimizer_groups(name: str, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the groups of a model's parameters for the optimizer of this name.
-
-    Args:
-        name: as a value of --optimizer.
-        model: the model.
-        weight_decay: see `decay_groups`.
-    """
+    """Returns the groups of a model's parameters for a value of --optimizer."""
     if name in ("ngd", "muon"):
         return ngd_groups(model, weight_decay)
     return decay_groups(model, weight_decay)

@@ -18,13 +18,7 @@ from backends.torch_compat import supports_fused_optimizers
 def fused_sgd(
     groups: list[dict[str, Any]], *, lr: float, momentum: float = 0.9, nesterov: bool = False
 ) -> torch.optim.SGD:
-    """Creates SGD, fused where torch can. Sharded parameters (DTensors) take the plain kernels.
-
-    Args:
-        groups: parameter groups, each with its weight decay.
-        lr: learning rate.
-        momentum, nesterov: as of torch.optim.SGD.
-    """
+    """Creates torch's SGD, fused where it can be: sharded parameters take the plain kernels."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     optimizer = torch.optim.SGD(
         groups,
@@ -41,13 +35,7 @@ def fused_sgd(
 def fused_adamw(
     groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.AdamW:
-    """Creates AdamW, fused where torch can.
-
-    Args:
-        groups: parameter groups, each with its weight decay.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-    """
+    """Creates torch's AdamW, fused where it can be."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = supports_fused_optimizers(parameters)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)

@@ -35,11 +35,7 @@ OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.p
 
 
 def save_last(folder: Path, state: Mapping[str, Any], *, keep: int) -> None:
-    """Write last.pt; those before it stay as last-1.pt, last-2.pt and so on, `keep` in all.
-
-    Raises:
-        OSError: as of `save`.
-    """
+    """`save` last.pt; those before it stay as last-1.pt, last-2.pt and so on, `keep` in all."""
     save(folder / "last.pt", state, before_rename=lambda: keep_previous(folder))
     for number, older in enumerate(latest_files(folder)):
         if number >= keep:

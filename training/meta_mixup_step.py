@@ -9,18 +9,20 @@ meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=32)    # fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from backends.precision import Precision
 from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix
 from training.losses import MixedCrossEntropy
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
 
 
 class HeldOutBatches:
@@ -87,26 +89,13 @@ class MetaMixupStep:
         if again:
             self.meta.row_losses.sums[:, self.meta.rows] = 0
 
-    def before_step(
-        self,
-        model: nn.Module,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        lr: float,
-        precision: Precision,
-        scaler: Any,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def before_step(self, trainer: Trainer, inputs: Tensor, labels: Tensor) -> None:
         """Called before each training step; at every `every`-th call the policy learns.
 
         Parameters, buffers and gradients of the model are left as they are.
 
         Args:
-            model: not wrapped for data parallelism.
             inputs, labels: the first micro-batch of the step on this rank.
-            lr: the step's learning rate.
-            optimizer: in whose metric the virtual step is taken, if that is Adam's.
         """
         self.steps += 1
         if (self.steps - 1) % self.every:
@@ -114,24 +103,25 @@ class MetaMixupStep:
         if self.batches is None:
             self.batches = self.held_out.start((self.steps - 1) // self.every)
         clean_inputs, clean_labels = next(self.batches)
+        model = trainer.model
 
         def mixed_loss(mix: Mix) -> Tensor:
-            with precision.autocast():
+            with trainer.precision.autocast():
                 return self.loss_fn.with_mix(mix, model, inputs=inputs, labels=labels).loss
 
         def clean_loss() -> Tensor:
-            with precision.autocast():
+            with trainer.precision.autocast():
                 return self.loss_fn.unmixed(model, clean_inputs, clean_labels).loss
 
         # Asking the scaler for its number would make the host wait.
-        scale = scaler.scale(torch.ones((), device=labels.device))
+        scale = trainer.scaler.scale(torch.ones((), device=labels.device))
         self.meta.learn(
             model,
             labels,
             mixed_loss=mixed_loss,
             clean_loss=clean_loss,
-            rate=lr,
-            metric=adam_metric(model, optimizer),
+            rate=trainer.last_lr(),
+            metric=adam_metric(model, trainer.optimizer),  # of the virtual step, if Adam's
             scale=scale,
         )
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from errors import InputError, first_line
+from errors import first_line, needing
 from training.atomic_file import atomic_write_text
 
 PROJECT = "faster-training"  # under which a tracker lists the runs
@@ -86,15 +86,9 @@ def check_tracker(name: str) -> None:
     Raises:
         InputError: it cannot.
     """
-    if name == "none":
-        return
-    try:
-        importlib.import_module(LIBRARIES[name][0])
-    except Exception as error:  # also of a package that does not fit the others
-        raise InputError(
-            f"--track {name} needs a package that can be imported ({first_line(error)}): "
-            f"pip install {name}"
-        ) from None
+    if name != "none":
+        with needing(f"--track {name}", name):
+            importlib.import_module(LIBRARIES[name][0])
 
 
 class TrackedRun:

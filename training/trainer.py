@@ -285,15 +285,7 @@ class Trainer:
                 if meta_learner is not None:
                     learner, meta_learner = meta_learner, None  # once, also if memory runs out
                     x, y = self.micro_batches.split(inputs, labels)[0]
-                    learner.before_step(
-                        self.model,
-                        x,
-                        y,
-                        lr=self.last_lr(),
-                        precision=self.precision,
-                        scaler=self.scaler,
-                        optimizer=self.optimizer,
-                    )
+                    learner.before_step(self, x, y)
                 step_sums = self.forward_backward(
                     self.parallel_model, inputs, labels, weight, num_micro_batches=number
                 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import statistics
 import tempfile
@@ -44,7 +43,6 @@ STEP = 3.0  # between the first rates of a search
 TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
 FEWEST_EPOCHS = 3  # of a race that chooses its epochs
 MARGIN = 1.2  # of the planned time, for what slows the machine down
-IDLE, BUSY = 0.3, 1.3  # load of a core that is not worth a word, before a race and in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +101,10 @@ class RaceScript(TargetScript):
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits into a race's time; the load is that of the machine before it, in processes."""
+    """What fits into a race's time."""
 
     trials: int
     epochs: int
-    load: float
 
 
 # -------------------------------------------------------------------- search and runs in full
@@ -162,8 +159,7 @@ def run_arms(config: RaceConfig) -> None:
     if len(arms) < 2:
         raise InputError("; ".join(lost.values()))
     limits = [f"{name} is left out ({why})." for name, why in lost.items()]
-    load = max(trial.user_attrs.get("load", 0.0) for trial in done)
-    conclude(config, plan, arms, load=load, limits=limits)
+    conclude(config, plan, arms, limits)
 
 
 def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[FrozenTrial]:
@@ -193,7 +189,7 @@ def make_plan(config: RaceConfig) -> Plan:
     Raises:
         InputError: an equal search does not fit; the message says how many minutes do.
     """
-    began, load, wanted = time.monotonic(), os.getloadavg()[0], config.wanted_epochs
+    began, wanted = time.monotonic(), config.wanted_epochs
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     costs = [time_arm(config, arm, epochs=wanted) for arm in config.arms]
     start, epoch = (statistics.mean(each) for each in zip(*costs))
@@ -211,7 +207,7 @@ def make_plan(config: RaceConfig) -> Plan:
         text = f"{len(costs)} arms x ({trials} trials + {config.seeds} seeds in full)"
         if seconds <= 60 * config.minutes:
             print(f"{text} of {epochs} epochs take about {in_words(seconds)}", flush=True)
-            return Plan(trials, epochs, load)
+            return Plan(trials, epochs)
     raise InputError(
         f"--minutes {config.minutes:g}: {text} of {epochs} epochs need --minutes "
         f"{math.ceil(seconds / 60)}; or give fewer arms, seeds or epochs"
@@ -255,20 +251,15 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
 
 
 def conclude(
-    config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, load: float, limits: list[str]
+    config: RaceConfig, plan: Plan, arms: Sequence[Contender], limits: Sequence[str]
 ) -> None:
     """Write the verdict and the winner's recipe, and print its command and the verdict.
 
-    The load is that of the machine in the race, at most; `limits` are those known already.
+    `limits` are those of the verdict that are known already.
     """
-    limits, cores = limits + verdict.limits(arms), len(os.sched_getaffinity(0))
+    limits = [*limits, *verdict.limits(arms)]
     if plan.epochs < config.wanted_epochs:
         limits.append(f"There was time for {plan.epochs} of {config.wanted_epochs} epochs.")
-    if plan.load > IDLE * cores or load > BUSY * cores:
-        limits.append(
-            f"Other work made runs slower: the load of {cores} cores was {plan.load:.1f} before "
-            f"the race, and up to {load:.1f} in it."
-        )
     best, text = verdict.winner(arms), verdict.write_verdict(arms, config.out, limits)
     script = next(arm.script for arm in config.arms if arm.name == best.name)
     of_best = replace(config, script=script)

@@ -75,9 +75,7 @@ class TrialRunner:
         trial.set_user_attr("folder", str(folder))
         gpus = self.gpu_slots.get()
         try:
-            value = self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
-            trial.set_user_attr("load", os.getloadavg()[0])
-            return value
+            return self.follow(trial, folder, process=self.start(folder, arguments, gpus=gpus))
         except TrialFailed as error:
             trial.set_user_attr("error", str(error))
             raise

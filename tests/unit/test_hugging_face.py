@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
     ):
         refused("texts", f"--arch {flags}", expected, base=BASE)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused("texts", "--arch hf:small", "needs a package: pip install transformers", base=BASE)
+    refused("texts", "--arch hf:small", "pip install transformers", base=BASE)
 
 
 def test_the_example_learns(monkeypatch, capsys):
