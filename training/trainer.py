@@ -525,7 +525,7 @@ class Trainer:
         """Let BatchNorm's statistics begin anew where a skipped step has made them non-finite."""
         models = [self.model, *([self.average.model] if self.average is not None else [])]
         for name, buffer in (pair for model in models for pair in model.named_buffers()):
-            if buffer.is_floating_point():
+            if name.endswith(("running_mean", "running_var")):
                 first = float(name.endswith("running_var"))
                 buffer.nan_to_num_(first, first, first)
 
