@@ -31,7 +31,10 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # not there, or half made
+    rm -f "$venv"/installed-*
+    "$python" -m venv "$venv"
+fi
 installed=$venv/installed-$requirements # a copy of what pip has read
 if [ ! -f "$installed" ] || ! cat "${read_by_pip[@]}" | cmp -s - "$installed"; then
     echo "installing $requirements into $venv (some minutes the first time)"

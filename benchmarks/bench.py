@@ -379,6 +379,7 @@ def finish(
         bars, rows: what was measured.
         machine: see `machine`.
         facts: further entries of the file.
+
     Returns:
         The exit code: 1 if a bar is short, else 0.
     """

@@ -58,10 +58,10 @@ class PeerLog:
         self, args: argparse.Namespace, peer: str, *, precision: str, command: str
     ) -> None:
         folder: Path = args.out
-        if (folder / "metrics.jsonl").exists():
-            raise InputError(f"--out {folder}: holds the log of a run; give a new folder")
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock_run_folder(folder)
+        if (folder / "metrics.jsonl").exists():
+            raise InputError(f"--out {folder}: holds the log of a run; give a new folder")
         if args.threads:
             torch.set_num_threads(args.threads)
         config = {

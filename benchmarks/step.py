@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -141,8 +142,10 @@ def main() -> int:
     if len(sides) < MIN_SIDES:
         parser.error("--sides: name two or more different ones")
     timm = ["timm"] if "as timm" in sides else []
-    with needing("as timm", "timm"):
-        machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
+    for name in timm:
+        with needing("as timm", name):
+            version(name)
+    machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
     print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []

@@ -122,7 +122,7 @@ def check_processes(
     """Check that all processes of a job were started alike; collective.
 
     Args:
-        parser: of the script. Paths, and what a node has, may differ.
+        parser: of the script. --data_dir, and what a node has, may differ.
         state: the checkpoint that the run goes on from, or None.
     Raises:
         InputError: they differ in a flag, in the code, in torch, or in where they go on from; or

@@ -170,8 +170,8 @@ def limits(arms: Sequence[Contender]) -> list[str]:
         found.append("With fewer than 3 seeds the error is hardly known: small gains stay hidden.")
     if len(arms) > 2:
         found.append(
-            f"That is for each of {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of "
-            "such races chance alone orders two arms."
+            f"These are {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of such "
+            "races chance alone puts an arm ahead or behind."
         )
     if rows:
         share = statistics.mean(arms[0].accuracies) / 100

@@ -40,7 +40,7 @@ def is_evaluated(row: Mapping[str, Any]) -> bool:
 
 
 def epoch_row(
-    trainer: Trainer, totals: StepTotals, evaluated: Mapping[str, float | None]
+    trainer: Trainer, totals: StepTotals, *, evaluated: Mapping[str, float | None]
 ) -> dict[str, Any]:
     """One flat object for the epoch that is over, which is still counted as not done.
 

@@ -111,7 +111,9 @@ class Trainer:
         # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
-        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
+        nothing = Traffic(), Traffic()  # of a micro-batch, and of the last of a step
+        sharded = self.is_sharded
+        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model) if sharded else nothing
         self.sums = StepSums(world.device)
         # The noise scale compares two micro-batches where there are no other ranks.
         least = 2 if config.measure_noise_scale and world.size == 1 else 1
@@ -135,6 +137,7 @@ class Trainer:
         decay = config.average_decay
         self.average = WeightAverage(self.model, decay) if decay else None
         self.vote = StopVote(world)
+        self.num_skipped, self.sound_statistics = 0, self.copied_statistics()
         self.unsaved: set[str] = set()  # of 'last' and 'best', what the last save failed to write
 
     @property
@@ -212,6 +215,7 @@ class Trainer:
         """
         progress = self.progress
         self.model.train()
+        self.num_skipped, self.sound_statistics = 0, self.copied_statistics()
         if self.communicating is not None:
             self.communicating.start_epoch(progress.epoch)
         self.batches.start_epoch(progress.epoch)
@@ -239,9 +243,10 @@ class Trainer:
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
                 if self.config.save_every and progress.step % self.config.save_every == 0:
-                    skips = self.sums.read().skipped_in_a_row  # a GPU has done its steps
+                    totals = self.sums.read()  # a GPU has done its steps
                     self.clock.add_elapsed()
-                    if not skips:  # else a return would find the weights that have diverged
+                    self.guard_statistics(int(totals.skipped))
+                    if not totals.skipped_in_a_row:  # else a return would find diverged weights
                         train_state.save(self)
                     self.clock.start()
                 if self.vote.ask(bool(signals)):
@@ -381,7 +386,8 @@ class Trainer:
             skip = self.communicating.skipped > 0
             self.world.traffic += self.communicating.take_traffic()
         if self.noise_meter is not None:
-            step_sums.big_square.copy_(norm.square() * (step_sums.inverse_small > 0))
+            square = torch.where(step_sums.inverse_small > 0, norm.square(), 0)
+            step_sums.big_square.copy_(square)
         self.comm_hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.sums.add_step(step_sums, skip)
@@ -423,7 +429,7 @@ class Trainer:
             if self.world.size == 1:
                 train_state.save(self)
             raise
-        row = epoch_row(self, totals, evaluated)
+        row = epoch_row(self, totals, evaluated=evaluated)
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
         if self.meta_learner is not None:
@@ -516,18 +522,30 @@ class Trainer:
         totals = self.sums.read()
         if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged
-        if totals.skipped:
-            self.restart_statistics()
+        self.guard_statistics(int(totals.skipped))
         if totals.samples:
             self.log.status(bar, self.progress, totals, steps=self.batches.steps())
 
-    def restart_statistics(self) -> None:
-        """Let BatchNorm's statistics begin anew where a skipped step has made them non-finite."""
+    def statistics(self) -> list[Tensor]:
+        """BatchNorm's running statistics, of the averaged weights as well."""
         models = [self.model, *([self.average.model] if self.average is not None else [])]
-        for name, buffer in (pair for model in models for pair in model.named_buffers()):
-            if name.endswith(("running_mean", "running_var")):
-                first = float(name.endswith("running_var"))
-                buffer.nan_to_num_(first, first, first)
+        named = (pair for model in models for pair in model.named_buffers())
+        return [each for name, each in named if name.endswith(("running_mean", "running_var"))]
+
+    def copied_statistics(self) -> list[Tensor]:
+        """A copy of `statistics`."""
+        return [each.clone() for each in self.statistics()]
+
+    def guard_statistics(self, num_skipped: int) -> None:
+        """Undo what skipped steps did to statistics: those that are not finite become older ones.
+
+        Args:
+            num_skipped: steps of the epoch that were skipped by now.
+        """
+        if num_skipped > self.num_skipped:
+            for each, sound in zip(self.statistics(), self.sound_statistics):
+                each.copy_(torch.where(each.isfinite(), each, sound))
+        self.num_skipped, self.sound_statistics = num_skipped, self.copied_statistics()
 
     # ---------------------------------------------------------------- parallelism and memory
 

@@ -26,7 +26,7 @@ import optuna
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from errors import InputError
+from errors import InputError, Interrupted
 from figures import verdict
 from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
@@ -61,13 +61,13 @@ class RaceConfig(SweepConfig):
     def sweep(self, epochs: int, *, in_full: bool = False) -> SweepConfig:
         """Return the search, or the runs in full, as a sweep that has no trials yet."""
         common = ["--epochs", str(epochs), "--eval_every", str(epochs)]  # a single evaluation
-        held_out = 0.0 if in_full else self.val_fraction
-        common += ["--val_fraction", str(held_out), "--test" if in_full else "--no-test"]
+        if not in_full:
+            common += ["--val_fraction", str(self.val_fraction), "--no-test"]
         if "baseline" not in self.script.given:
             common.append("--no-baseline")
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
-        settings["val_fraction"] = self.val_fraction
+        settings["held_out"] = self.val_fraction
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
         space: Space = {
             "arm": {"type": "categorical", "choices": list(arms)},
@@ -91,6 +91,10 @@ class RaceScript(TargetScript):
         """Return the arguments of a run with these values of arm, lr and seed."""
         own = ["--lr", str(params["lr"]), "--seed", str(params["seed"])]
         return [*self.arms[params["arm"]].script.arguments, *own, *self.common]
+
+    def settings(self) -> dict[str, Any]:
+        """Return those of the arms, and what all runs have in common."""
+        return dict(self.given)
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse an arm."""
@@ -117,10 +121,14 @@ def run_race(config: RaceConfig) -> None:
         InputError: a flag is wrong, the race does not fit into its time, or a run failed.
         Interrupted: Ctrl-C or SIGTERM.
     """
-    config.sweep(config.wanted_epochs).script.check([])
+    for in_full in (False, True):
+        config.sweep(config.wanted_epochs, in_full=in_full).script.check([])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, also before any trial
     with lock_run_folder(make_run_folder(str(config.out), "race")):
-        run_arms(config)
+        try:
+            run_arms(config)
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; the same command goes on in {config.out}") from None
 
 
 def run_arms(config: RaceConfig) -> None:
@@ -130,7 +138,8 @@ def run_arms(config: RaceConfig) -> None:
         plan = make_plan(config)
         config.sweep(plan.epochs).script.check([])
         atomic_write_text(file, json.dumps(asdict(plan)))
-    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    plan = Plan(stored["trials"], stored["epochs"])
     values: list[dict[str, Any]] = []
     tried: dict[str, dict[float, Row]] = {arm.name: {} for arm in config.arms}
     while len(values) < plan.trials * len(config.arms):
@@ -159,7 +168,7 @@ def run_arms(config: RaceConfig) -> None:
     if len(arms) < 2:
         raise InputError("; ".join(lost.values()))
     limits = [f"{name} is left out ({why})." for name, why in lost.items()]
-    conclude(config, plan, arms, limits)
+    conclude(config, plan, arms, limits=limits)
 
 
 def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[FrozenTrial]:
@@ -251,7 +260,7 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
 
 
 def conclude(
-    config: RaceConfig, plan: Plan, arms: Sequence[Contender], limits: Sequence[str]
+    config: RaceConfig, plan: Plan, arms: Sequence[Contender], *, limits: Sequence[str]
 ) -> None:
     """Write the verdict and the winner's recipe, and print its command and the verdict.
 

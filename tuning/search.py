@@ -98,7 +98,7 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         num_finished = len(finished_trials(study))
         if not config.keeps_weights:
             for file in Path(trial.user_attrs["folder"]).glob("*.pt"):
-                file.unlink()
+                file.unlink(missing_ok=True)
         result = trial.user_attrs.get("error", "") or results.format_result(trial)
         params = results.format_params(trial.params)
         tqdm.write(f"trial {num_finished} of {config.trials}: {params}: {result}")

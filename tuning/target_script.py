@@ -19,9 +19,10 @@ from errors import InputError
 from input_pipeline import csv_tables, own_data
 
 SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
-ENDS = ("patience", "stop_at", "best_by")  # runs are compared when all have ended, by accuracy
+ENDS = ("patience", "stop_at", "best_by")  # all runs are to end at their last epoch
 SPEED_FLAGS = ("device", "resident", "threads", "workers")
 MACHINE_FLAGS = {*SPEED_FLAGS, "data_dir", "log_every", "track"}
+NOT_COMPARABLE = "the search sets this flag for each run, so that all compare"
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 
@@ -54,12 +55,13 @@ class TargetScript:
         arguments = parser.translate(arguments)
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
-                raise InputError(f"--{name}: the search sets this flag for each run; leave it out")
+                raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out")
         if recipe := parser.given(arguments).get("recipe"):
             arguments = [*options.recipe_arguments(recipe, parser), *arguments]
         given = parser.given(arguments)
-        if ends := [name for name in ENDS if name in given]:
-            raise InputError(f"--{ends[0]}: runs are compared by their last epoch; leave it out")
+        for name in ("val_fraction", "test", *ENDS):
+            if name in given:
+                raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out, also of a recipe")
         return cls(file, arguments, given)
 
     def own_name(self, name: str) -> str:
@@ -73,8 +75,8 @@ class TargetScript:
         if flag is None:
             raise InputError(parser.explain_unknown(f"--{name}"))
         own = flag.name.removeprefix("--")
-        if own in SET_BY_SWEEP:
-            raise InputError(f"{flag.name}: the search sets this flag for each run; leave it out")
+        if own in (*SET_BY_SWEEP, *ENDS):
+            raise InputError(f"{flag.name}: {NOT_COMPARABLE}; leave it out")
         if flag.scope is Scope.START:
             raise InputError(f"{flag.name}: this flag cannot be searched; leave it out")
         return name if flag.type is setting else own

@@ -89,10 +89,12 @@ class TrialRunner:
         folder.mkdir(parents=True, exist_ok=True)
         command = [str(ROOT / self.config.script.file), *self.arguments, *arguments]
         if self.config.nproc > 1:
-            launch = f"-m distributed.launch --standalone --nproc_per_node={self.config.nproc}"
-            command = [*launch.split(), *command]
+            launcher = str(ROOT / "distributed" / "launch.py")
+            processes = f"--nproc_per_node={self.config.nproc}"
+            command = [launcher, "--standalone", processes, *command]
         command = [sys.executable, *command, "--out", str(folder)]
         env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         with open(folder / "console.log", "a", encoding="utf-8") as log:
             # The process holds the lock as long as it writes here: one whose sweep was killed may
             # still be saving its checkpoint.

@@ -16,7 +16,7 @@ import torch
 import errors
 import resnet50_test
 from backends import machine
-from benchmarks import bench, time_to_target
+from benchmarks import bench, time_to_target, trainers
 from conftest import run
 from figures import run_logs
 
@@ -66,17 +66,25 @@ SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --
 
 
 def test_time_to_an_accuracy_of_logged_runs(tmp_path, capsys, monkeypatch):
-    logs = tmp_path / "logs"
+    logs, opened = tmp_path / "logs", []
     for name, flags in (
         ("ngd-seed0", "--ngd"),
         ("ngd-seed1", "--ngd --seed 1"),
         ("sgd-seed0", "--optimizer sgd"),
     ):
         run(resnet50_test, SMALL_RUN, flags, "--out", logs / name)
+    take_steps = trainers.steps_of
+
+    def spy(trainer):
+        opened.append(type(trainer.optimizer).__name__)
+        return take_steps(trainer)
+
+    monkeypatch.setattr(trainers, "steps_of", spy)
     capsys.readouterr()
     words = f"time_to_target.py --quick --json {tmp_path}/times.json {logs}"
     monkeypatch.setattr(sys, "argv", words.split())
     time_to_target.main()
+    assert opened == ["NGD", "SGD"]
     header, *rows = capsys.readouterr().out.strip().splitlines()[-5:-2]
     assert "samples/s" in header
     assert [row.split()[0:4:3] for row in rows] == [["ngd", "2"], ["sgd", "1"]]

@@ -11,6 +11,7 @@ import queue
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
 
     for_each(cases, check)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.8.0")
-    assert run_sweep(None)[2].endswith("/python -m pip install 'optuna>=5'\n")
+    assert run_sweep(None)[2].endswith(f" {sys.executable} -m pip install 'optuna>=5'\n")
 
 
 @pytest.mark.process
@@ -344,6 +345,7 @@ def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsew
 def test_a_wrong_race_is_one_line(run_sweep, here):
     for name, epochs in (("a", 1), ("b", 2)):
         (here / f"{name}.yaml").write_text(f"epochs: {epochs}\n")
+    (here / "held.yaml").write_text("val_fraction: 0.1\n")
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
@@ -355,6 +357,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
         ("--vary recipe=a.yaml,c.yaml", "this is no file"),
+        ("--vary recipe=a.yaml,held.yaml", "--val_fraction: the search sets this flag"),
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
         ("--optimizers sgd adamw --minute 1", "did you mean --minutes?"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
@@ -374,7 +377,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
 def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_path, monkeypatch):
     """And a copy of the first arm, equal bit for bit, is not ahead; too little time is refused."""
     monkeypatch.setattr(race, "TRIALS", (3,))
-    (tmp_path / "a.yaml").write_text("momentum: 0.8\ntest: false\nval_fraction: 0.3\n")
+    (tmp_path / "a.yaml").write_text("momentum: 0.8\n")
     (tmp_path / "b.yaml").write_text("label_noise: 0.9\n")
     words = ["resnet50_test.py", "--vary", "recipe=a.yaml,a.yaml,b.yaml", *DIGITS, "--epochs", "3"]
     words += ["--optimizer", "sgd", "--seeds", "2", "--jobs", "2"]
