@@ -420,6 +420,7 @@ def meta_gradient(
             scaled = torch.autograd.grad(
                 loss() * scale, inputs, allow_unused=True, materialize_grads=True
             )
+            torch.clear_autocast_cache()  # the caller's block may hold copies of these weights
         return list(torch._foreach_div(scaled, scale))
 
     with torch.no_grad(), restore_on_exit(parameters, list(model.buffers())) as start:
@@ -489,7 +490,7 @@ class RowLosses:
             labels: (batch,) of the unmixed batch.
             mix: how it was mixed.
         """
-        scores = logits.detach().float().log_softmax(1)
+        scores, rows = logits.detach().float().log_softmax(1), rows.to(logits.device)
         for place, share in (
             (torch.arange(len(rows), device=rows.device), mix.weight),
             (mix.partner, 1 - mix.weight),

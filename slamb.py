@@ -69,14 +69,14 @@ class SLAMB(CommunicatingOptimizer):
     The ranks are those of torch's default process group; without one nothing is sent, and this is
     LAMB. Of vectors, and of tensors with fewer than 1,024 elements, everything is exchanged.
 
-    All ranks must call it alike, and freeze the same weights (`requires_grad`), which then stay as
-    they are. A gradient that is missing on some ranks is zero there; where all ranks miss it, the
-    weight and its state stay as they are. On a CPU the ranks exchange which gradients they have, by
-    a second collective, in the steps in which a rank misses one; on a GPU, where the host does not
-    wait to learn of it, in every step, as further numbers of the first. A step that is non-finite
-    on one rank (`found_inf`) changes nothing on any. The schedule of units is the
-    host's: on a GPU, where the host does not wait to learn of it, the units of a skipped step miss
-    their turn.
+    All ranks must begin with the same weights, call it alike, and freeze the same weights
+    (`requires_grad`), which then change by the next averaging alone. A gradient that is missing on
+    some ranks is zero there; where all ranks miss it, the weight and its state stay as they are. On
+    a CPU the ranks exchange which gradients they have, by a second collective, in the steps in
+    which a rank misses one; on a GPU, where the host does not wait to learn of it, in every step,
+    as further numbers of the first. A step that is non-finite on one rank (`found_inf`) changes
+    nothing on any. The schedule of units is the host's: on a GPU, where the host does not wait to
+    learn of it, the units of a skipped step miss their turn.
 
     State of a parameter, each rank its own:
         exp_avg      the shape of the parameter, m, in fp32 at least.
@@ -177,8 +177,9 @@ class SLAMB(CommunicatingOptimizer):
         return self.averager.take_traffic()
 
     def average_weights(self) -> None:
-        weights = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        average_tensors(weights, self.averager)
+        weights = [p for group in self.param_groups for p in group["params"]]
+        trained = [p for p in weights if p.requires_grad or p in self.state]  # or frozen since
+        average_tensors(trained, self.averager)
 
     def _apply_step(self) -> None:
         if not are_same(self._made_of(), self.made_of):

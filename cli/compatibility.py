@@ -43,7 +43,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
-     "only SLAMB keeps what rounding leaves; use --wire_dtype bf16, fp16 or fp32"),
+     "only SLAMB keeps what rounding leaves; use --wire_dtype bf16 or fp32"),
     ([{"ema": ON}], [{"optimizer": ("slamb",)}, MEETING],
      "weights differ between the processes; leave one of them out"),
     # ---- batches that change

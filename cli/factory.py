@@ -73,8 +73,7 @@ MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also 
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
-    **WIRE_DTYPES,
-    **dict.fromkeys(WIRE_BITS, torch.bfloat16),  # of what SLAMB does not round further
+    **dict.fromkeys(["bf16", *WIRE_BITS], torch.bfloat16),  # of what SLAMB does not round further
 }
 
 

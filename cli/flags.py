@@ -321,7 +321,7 @@ def _add_communication(parser: ScriptParser) -> None:
         only_with=[slamb, meeting])
     add("--dense_steps", natural, 10, "steps at the start that send everything", metavar="STEPS",
         only_with=[slamb, meeting])
-    add("--wire_dtype", Choice(["bf16", "fp16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
+    add("--wire_dtype", Choice(["bf16", "fp32", *WIRE_BITS]), "bf16", "format of what is "
         "sent; int8 and int4 are for SLAMB's momentum", only_with=[slamb, diloco])
     add("--sync_args", setting, {}, "lr and momentum of diloco",
         owner="sync", parts={"diloco": own(DiLoCo, "lr", "momentum")})

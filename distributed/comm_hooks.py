@@ -134,10 +134,10 @@ class RoundedGradients(AllReduceHook):
     On each of W ranks, with g its gradient and e what rounding has left so far, zeros at first:
         s = rounded(g + e),  e <- g + e - s;  the optimizer gets the mean of s over the ranks.
     So the sum of all gradients that were sent is off by the last e alone (Karimireddy et al.,
-    arXiv:1901.09847). Matrices of at least 1,024 elements are rounded (see `quantization.py`), the
-    rest is sent in bf16, and the backward pass waits for it. All codes go to all ranks instead of
-    being reduced on the way: a rank sends 1/4 (int8), 1/7.5 (int4) or 1/26 (sign) of fp32's bytes,
-    and receives as much from each of the others.
+    arXiv:1901.09847), unless a loss scale changes in between. Matrices of at least 1,024 elements
+    are rounded (see `quantization.py`), the rest is sent in bf16, and the backward pass waits for
+    it. All codes go to all ranks instead of being reduced on the way: a rank sends 1/4 (int8),
+    1/7.5 (int4) or 1/26 (sign) of fp32's bytes, and receives as much from each of the others.
 
     Where a step is skipped because its gradients are not finite, e is zero afterwards in the rows
     that were not.
@@ -192,7 +192,7 @@ class DelayedAllReduce(AllReduceHook):
     """Each step takes the averaged gradient of the step before (arXiv:1810.01993).
 
     Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients
-    is kept.
+    is kept. A loss scale must not change.
     """
 
     compressions = ("none", "fp16", "bf16")

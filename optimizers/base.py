@@ -79,6 +79,13 @@ class GradScalerOptimizer(CheckedOptimizer):
     found_inf: Tensor | None = None  # (), greater than 0 where the step must be skipped
     grad_scale: Tensor | float | None = 1.0  # (); a GradScaler multiplies this default by its scale
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one step, see `CheckedOptimizer.step`."""
+        if isinstance(self.found_inf, int):  # a GradScaler has found no gradient
+            self.found_inf = None
+        return super().step(closure)
+
     @property
     def loss_scale(self) -> Tensor | None:
         """The factor () by which the gradients are too large; None if they are not scaled."""

@@ -27,6 +27,8 @@ def lamb_trust_ratios(weights: Tensor, updates: Tensor) -> Tensor:
 class LAMB(GradScalerOptimizer):
     """Adam with layer-wise trust ratios; biases and norms, with one axis or none, have none.
 
+    The bias correction counts the steps of a group: weights that are thawed late need a new one.
+
     State of a parameter: `exp_avg` (m) and `exp_avg_sq` (v), in fp32 at least. State of a group:
     `steps` (t). A step that a GradScaler finds non-finite changes nothing and is not counted.
 

@@ -96,7 +96,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
             )
         fewest = min(MIN_RANK_ROWS * self.world.size, batch_size)
         self.low = max(batch_size // 16, fewest) if low is None else low
-        self.high = min(16 * batch_size, rows) if high is None else high
+        self.high = min(16 * batch_size if high is None else high, rows)
         if not self.world.size <= self.low <= self.high:
             raise ValueError(
                 f"low={self.low} must be at least the number of ranks, {self.world.size}, and at "
@@ -224,7 +224,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """Learn from the epoch that is over and decide the next one's batch size; collective.
 
         Args:
-            loss: its mean training loss, the same on all ranks.
+            loss: its mean training loss; that of rank 0 counts.
             seconds: this rank's time for all steps.
             compute_seconds: the same without waiting for other ranks, for the balancer; None is
                 `seconds`.
@@ -237,14 +237,15 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         if noise is not None:
             row["noise_scale"] = self.noise_scale = self.noise.observe(**noise)
         if self.changes:
-            times = self.world.all_gather([seconds, compute_seconds])
+            of_ranks = self.world.all_gather([loss, seconds, compute_seconds])
+            losses, times, computed = zip(*of_ranks)
             if self.rule is not None:
-                slowest = max(seconds for seconds, _ in times)
+                loss, slowest = losses[0], max(times)
                 self.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
             if self.balancer is not None:
                 shares = [self._shares_of(size) for size in self._sizes(self.size)]
                 samples = [sum(mine) for mine in zip(*shares)]
-                self.balancer.observe(samples, [compute for _, compute in times])
+                self.balancer.observe(samples, computed)
                 speeds = [round(speed, 2) for speed in self.balancer.speeds]
                 row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
         self.first_step = 0

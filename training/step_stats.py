@@ -206,7 +206,7 @@ class NoiseMeter:
         """Per-step means over the epoch, or None if no step was measured.
 
         Returns:
-            The arguments of `dynamic_batch.noise_scale`.
+            The arguments of `NoiseScale.observe`.
         """
         count = (steps - int(totals.skipped)) * self.world.size
         if count <= 0 or not totals.inverse_small:

@@ -243,6 +243,7 @@ def test_impossible_sizes_are_refused():
         DynamicBatchSampler(10, 11)
     with pytest.raises(ValueError, match="low=9 must be at least the number of ranks, 1, and at"):
         DynamicBatchSampler(10, 5, low=9, high=8)
+    assert DynamicBatchSampler(10, 5, high=64).high == 10
 
 
 def ranks_of_torch_share_the_rows(world: World) -> None:
