@@ -210,6 +210,8 @@ def batch_limits(
     Raises:
         ValueError: the limits exclude each other.
     """
+    if isinstance(low, float) or isinstance(high, float):
+        raise ValueError("min and max must be whole numbers of samples")
     low = low or (max(base // 16, smallest) if shrinks else base)
     high = high or (base if shrinks else min(16 * base, max(rows // 8, base)))
     if not smallest <= low <= high <= rows:

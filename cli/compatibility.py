@@ -62,6 +62,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
      "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
      "sgd, adamw, ngd, lamb or lars"),
+    ([GRAPH], [{"sync": ("diloco",)}], "the host counts its steps; use --backend compile"),
     ([GRAPH], [{"processes": ON}], "collectives are not recorded; use --backend compile"),
     # ---- classes of unequal size
     ([{"class_weights": ("balanced",)}], [{"balanced_sampling": ON}],
@@ -74,6 +75,8 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "ONNX Runtime decides itself what it keeps; leave it out"),
     ([{"backend": ("compile", "cudagraph")}], [{"checkpoint_activations": ON}],
      "torch's compiler fails on the recomputation; use --fuse, or --backend eager"),
+    ([{"sync_bn": ON}], [{"optimizer": ("slamb",)}],
+     "its model is not wrapped for data parallelism; leave one of them out"),
     ([{"fuse": ON}], [{"sync_bn": ON}],
      "batch-norm over all processes cannot be fused; leave one of them out"),
     ([{"nesterov": ON}], [{"momentum": (0,)}],

@@ -85,7 +85,7 @@ def begin_with_weights(
         saved,
         args.weights,
         classes=classes,
-        flags=", ".join(f"--{name}" for name in flags),
+        flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in args),
         kept=("prior", "prior_weight"),  # they are of the data
     )
     if saved.preprocessing:

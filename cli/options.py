@@ -300,7 +300,8 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
         raise InputError(f"--stop_at {args.stop_at:g}: give a share of at most 1, such as 0.9")
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(args, has_val=bool(args.val_fraction))
-    compatibility.check(args)
+    if not uses_trained_model(args):
+        compatibility.check(args)
     create_lr_schedule(args)
 
 

@@ -197,6 +197,7 @@ def export_model(args: Namespace, run: Run) -> None:
     kept = ("classes", "max_len", "tokenizer", "encoder", "pad")
     metadata = {
         "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
+        "texts": "HTML tags, entities and URLs removed, backslashes as spaces, NFC, single spaces",
         **{name: checkpoint[name] for name in kept},
         "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }

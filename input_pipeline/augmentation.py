@@ -68,8 +68,8 @@ class Augmentation:
     def __post_init__(self) -> None:
         if self.fill not in ("black", "reflect"):
             raise ValueError(f"fill={self.fill} must be black or reflect")
-        if not 0 <= self.pad <= LARGEST_PAD:
-            raise ValueError(f"pad={self.pad} must be from 0 to {LARGEST_PAD}")
+        if not (isinstance(self.pad, int) and 0 <= self.pad <= LARGEST_PAD):
+            raise ValueError(f"pad={self.pad} must be a whole number up to {LARGEST_PAD}")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter={self.jitter} must be from 0 to 1")
         if self.small_size < 1 or not 1 <= self.small_stages <= MOST_SMALL_STAGES:

@@ -72,7 +72,8 @@ def default_weights(arch: str) -> dict[str, Tensor]:
             return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict()
         from torchvision import models
 
-        return models.get_model_weights(arch).DEFAULT.get_state_dict(progress=False)
+        weights = models.get_model_weights(arch).DEFAULT  # whose keys some models rename
+        return models.get_model(arch, weights=weights, progress=False).state_dict()
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         problem = "could not be downloaded" if isinstance(error, OSError) else "has none"
         reason = getattr(error, "reason", first_line(error))
@@ -118,7 +119,10 @@ def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: in
             f"--arch {arch}: timm {timm.__version__} has no such model"
             f"{did_you_mean(name, timm.list_models())}"
         )
-    model = timm.create_model(name, num_classes=classes, in_chans=channels)
+    try:
+        model = timm.create_model(name, num_classes=classes, in_chans=channels)
+    except RuntimeError as error:  # such as of a tag that is not there
+        raise InputError(f"--arch {arch}: {first_line(error)}") from None
     return checked(model, arch, channels=channels, image_size=image_size)
 
 

@@ -30,7 +30,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
         path: a run folder, whose last epoch counts, or a .pt file in it, such as best.pt.
         device: where the model computes.
     Raises:
-        InputError: there is no checkpoint, it is damaged, or a package is missing.
+        InputError: there is no checkpoint, or it is damaged.
     Warns:
         The last checkpoint of the folder is damaged, and the one before it is taken.
     """

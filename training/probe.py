@@ -33,7 +33,8 @@ def fit_memory(trainer: Trainer) -> None:
         rows = torch.argsort(data.lengths, descending=True)
     largest = max(trainer.batches.largest_share, trainer.micro_batches.limit or 0)
     reserved = reserve_memory(trainer)
-    for inputs, labels in data.batches([rows[:largest]], epoch=0):
+    last = trainer.config.epochs - 1  # whose images are the largest
+    for inputs, labels in data.batches([rows[:largest]], epoch=last):
         try_batch(trainer, trainer.model, inputs, labels)
     reserved.clear()
     torch.cuda.empty_cache()  # a graph's own memory cannot come from what torch keeps

@@ -295,12 +295,6 @@ class Trainer:
                     self.parallel_model, inputs, labels, weight, num_micro_batches=number
                 )
                 break
-            except ValueError as error:
-                if "more than 1 value per channel" not in str(error):
-                    raise
-                raise InputError(
-                    "--bs 1: BatchNorm needs two values a channel; use a larger --bs or image"
-                ) from None
             except torch.cuda.OutOfMemoryError:
                 # Other ranks are inside a collective, and a graph keeps its memory: no going back.
                 if self.world.size > 1 or self.graph is not None:
@@ -337,8 +331,15 @@ class Trainer:
         for number, (x, y) in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
             ddp.set_gradient_sync(model, is_last)
-            with self.precision.autocast():
-                output = self.loss_fn(model, x, y)
+            try:
+                with self.precision.autocast():
+                    output = self.loss_fn(model, x, y)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise InputError(
+                    "--bs 1: BatchNorm needs two values a channel; use a larger --bs or image"
+                ) from None
             share = weight * len(y) / len(labels)
             self.scaler.scale(output.loss * share).backward()
             self.world.traffic += self.sharded_traffic[is_last]

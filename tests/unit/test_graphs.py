@@ -184,12 +184,11 @@ def test_graphs_are_the_steps(name):
 def test_each_replay_draws_its_own_mix():
     drawn = []
 
-    class Noted(MixedCrossEntropy):
-        def with_mix(self, mix, *given, **named):
-            drawn.append(mix.weight)
-            return super().with_mix(mix, *given, **named)
+    def note(logits, labels, mix):
+        drawn.append(mix.weight)
 
-    loss_fn = Noted(partial(mixup.sample_mix, "mixup", alpha=1.0), False)
+    draw = partial(mixup.sample_mix, "mixup", alpha=1.0)
+    loss_fn = MixedCrossEntropy(draw, False, observe=note)
     trainer = make("sgd", "cuda", loss_fn=loss_fn, graph=True)
     seen = set()
     for _ in range(8):
