@@ -285,7 +285,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had():
 
     first = new()
     first.start_epoch(0)
-    first.world.given = [[1.0, 1.0], [1.0, 3.0]]
+    first.world.given = [[1.0, 1.0, 1.0], [1.0, 1.0, 3.0]]
     noise = {"small_square": 3 + 500 / 30, "inverse_small": 1 / 30}
     noise |= {"big_square": 3 + 500 / 60, "inverse_big": 1 / 60}
     epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0, "noise": noise}
@@ -297,7 +297,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had():
     second = resumed(new())
     for batching in (first, second):
         batching.start_epoch(1)
-        batching.world.given = [[1.0, 1.0], [1.0, 1.0]]
+        batching.world.given = [[1.0, 1.0, 1.0]] * 2
     assert rows_of(first, 1, 3) == rows_of(second, 1, 3)
     assert first.end_epoch(**epoch) == second.end_epoch(**epoch)
     assert (first.size, first.shares) == (second.size, second.shares)
