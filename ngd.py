@@ -297,9 +297,7 @@ class MatrixBatch:
         self.R = R.to(self.dtype)  # (batch, rank, D); of another precision after a load
         self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
         buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
-        self.momentum = torch.stack(buffers).to(
-            self.dtype
-        )  # (batch, permuted shape of a parameter)
+        self.momentum = torch.stack(buffers).to(self.dtype)  # (batch, a weight's permuted shape)
         for state, buffer, row in zip(states, self.momentum, self.R):
             state["momentum_buffer"] = buffer.permute(self.inverse_order)
             state["directions"] = row
