@@ -96,10 +96,10 @@ def exit_code(main: Callable[[], int | None]) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
         return main() or 0
     except (InputError, NonFiniteLoss, Interrupted) as error:
-        is_main = os.environ.get("RANK", "0") == "0"
         if not is_main:
             time.sleep(GRACE_SECONDS)
         is_own = isinstance(error, InputError) and not isinstance(error, SharedInputError)
@@ -109,7 +109,6 @@ def exit_code(main: Callable[[], int | None]) -> int:
             return BAD_INPUT
         return NON_FINITE if isinstance(error, NonFiniteLoss) else INTERRUPTED
     except LostPeer as error:
-        is_main = os.environ.get("RANK", "0") == "0"
         time.sleep(LOST_PEER_SECONDS if is_main else LOST_PEER_SECONDS + GRACE_SECONDS)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return LOST_PEER

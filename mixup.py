@@ -217,8 +217,8 @@ def cutmix(
         A Mix with a `box`.
     """
     count, device = len(labels), labels.device
-    on_device = generator if device.type == "cpu" else None
-    partner = torch.randperm(count, generator=on_device, device=device)
+    on = device if generator is None else "cpu"
+    partner = torch.randperm(count, generator=generator, device=on).to(device)
     lam = sample_beta(alpha, 1, generator=generator).item()
     vertical = torch.rand((), generator=generator).item()
     horizontal = torch.rand((), generator=generator).item()
@@ -257,7 +257,7 @@ def sample_mix(
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
         height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
-        settings: others of that kind: `weight`, and `per_sample` of mixup.
+        settings: others of that kind.
 
     Raises:
         ValueError: there is no such kind.
@@ -268,9 +268,9 @@ def sample_mix(
         case "intra":
             return intra(labels, alpha, **settings)
         case "attention":
-            return attention(labels, alpha, height=height, width=width)
+            return attention(labels, alpha, height=height, width=width, **settings)
         case "cutmix":
-            return cutmix(labels, alpha, height=height, width=width)
+            return cutmix(labels, alpha, height=height, width=width, **settings)
     raise ValueError(f"unknown kind of mixing {kind}")
 
 
@@ -336,14 +336,18 @@ def cross_entropy(
 
     Args:
         logits: (batch, classes) of the mixed batch, or (batch, classes, ...), as of pixels.
-        labels: (batch,) or (batch, ...) integers of the unmixed batch.
+        labels: (batch,) or (batch, ...) integers of the unmixed batch, of which none is ignored.
         mix: how the batch was mixed.
         label_smoothing: share of the label that is spread evenly over the classes.
         class_weights: (classes,) factors of the losses to each class; None is 1.
 
     Returns:
         A scalar.
+    Raises:
+        ValueError: labels of pixels with a mix whose weight differs from pixel to pixel.
     """
+    if labels.ndim > 1 and (mix.box or mix.weight_map is not None):
+        raise ValueError("labels of pixels are mixed by one weight a sample: use mixup or intra")
     scores = logits.log_softmax(1)
     if class_weights is not None:
         scores = scores * class_weights.view(-1, *[1] * (scores.ndim - 2))
@@ -413,6 +417,7 @@ def meta_gradient(
         The gradient, of the shape of `weights`.
     """
     parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    weights = weights.detach().clone(memory_format=torch.contiguous_format)  # not an expanded one
     devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
 
     def gradient(loss: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -424,7 +429,7 @@ def meta_gradient(
         return list(torch._foreach_div(scaled, scale))
 
     with torch.no_grad(), restore_on_exit(parameters, list(model.buffers())) as start:
-        step = gradient(lambda: mixed_loss(weights.detach()), parameters)
+        step = gradient(lambda: mixed_loss(weights), parameters)
         if metric:
             torch._foreach_mul_(step, metric)
         torch._foreach_add_(parameters, step, alpha=-rate)
@@ -434,7 +439,7 @@ def meta_gradient(
             torch._foreach_mul_(direction, metric)
         epsilon = FINITE_DIFFERENCE_STEP * global_norm(start) / global_norm(direction)
         torch._foreach_mul_(direction, epsilon)
-        leaf = weights.detach().requires_grad_()
+        leaf = weights.requires_grad_()
         sides = []  # the gradient of the mixed loss with respect to the leaf at theta +- e v
         for sign in (1, -1):
             torch._foreach_copy_(parameters, start)
@@ -467,9 +472,9 @@ class RowLosses:
     """How much larger the loss of each training row was than a blend explains, an epoch ago.
 
     In an epoch a row has a place in two mixes, its own and that of the row whose partner it is. A
-    network that sees both parts of a blend gives the label of a part its share w. The excess of a
-    row is the mean of log w - log p(label) over its places, weighted by w, in [-10, 10]: large
-    where the network doubts the label.
+    network that sees both parts of a blend gives the label of a part its share w, or 1 where both
+    have the same label. The excess of a row is the mean of the log of that minus log p(label) over
+    its places, weighted by w, in [-10, 10]: large where the network doubts the label.
 
     Attributes:
         excess: (rows,) of the epoch before; 0 before the second epoch, when `is_known` is False.
@@ -491,12 +496,14 @@ class RowLosses:
             mix: how it was mixed.
         """
         scores, rows = logits.detach().float().log_softmax(1), rows.to(logits.device)
+        of_one_class = labels == labels[mix.partner]
         for place, share in (
             (torch.arange(len(rows), device=rows.device), mix.weight),
             (mix.partner, 1 - mix.weight),
         ):
             share = share.detach().float().clamp(min=LEAST_SHARE)
-            excess = share.log() - scores.gather(1, labels[place, None])[:, 0]
+            explained = torch.where(of_one_class, 1.0, share).log()
+            excess = explained - scores.gather(1, labels[place, None])[:, 0]
             excess = torch.nan_to_num(excess, 0.0).clamp(-LARGEST_EXCESS, LARGEST_EXCESS)
             self.sums.index_add_(1, rows[place], torch.stack([share * excess, share]))
 
@@ -670,13 +677,6 @@ class MetaMixup:
                 weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
             # of 'loss': the very samples by which the policy was judged
             self.learned_mix = Mix(partner, weight.detach())
-
-    def tables(self) -> dict[str, Tensor]:
-        """Return symmetric (classes, classes) tables of what was learned, by name: of 'pair'."""
-        if self.policy != "pair":
-            return {}
-        with torch.no_grad():
-            return {"lambda": (1 + torch.sigmoid(self.numbers[self.pair_index])) / 2}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the policy and the state of its optimizer as tensors and numbers."""

@@ -195,28 +195,24 @@ class NGD(GradScalerOptimizer):
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         """Takes AdamW's step with the parameters of a group that are no matrices."""
-        others = {**group, "params": [p for p in group["params"] if not is_matrix(p, group)]}
-        parameters, grads, active = self.unscaled_grads(others)
-        if not parameters:
-            return
-        for p, grad in zip(parameters, grads):
-            if not self.state[p]:
-                self.state[p]["exp_avg"] = torch.zeros_like(grad)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
-                self.state[p]["step"] = torch.zeros((), device=p.device)
-        states = [self.state[p] for p in parameters]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0 if active is None else [active.float()] * len(steps))
-        adam = AdamStep(
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            steps=torch.stack(steps),
-            active=active,
-        )
-        m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-        lr = group["lr"] * group["adamw_ratio"]
-        adamw_step_(parameters, m, v, grads=grads, adam=adam, lr=lr)
+        others = [p for p in group["params"] if not is_matrix(p, group)]
+        for device in dict.fromkeys(p.device for p in others):
+            on_device = {**group, "params": [p for p in others if p.device == device]}
+            parameters, grads, active = self.unscaled_grads(on_device)
+            if not parameters:
+                continue
+            for p, grad in zip(parameters, grads):
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(grad)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+                    self.state[p]["step"] = torch.zeros((), device=device)
+            states = [self.state[p] for p in parameters]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1.0 if active is None else [active.float()] * len(steps))
+            adam = AdamStep.of(group, torch.stack(steps), active=active)
+            m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+            lr = group["lr"] * group["adamw_ratio"]
+            adamw_step_(parameters, m, v, grads=grads, adam=adam, lr=lr)
 
 
 def make_batches(

@@ -35,18 +35,28 @@ if [ -z "$root" ]; then
 fi
 
 [ "$#" -gt 0 ] || { echo "error: which script? $0 resnet50_test.py ..." >&2 && exit 2; }
+script=$1 out="" before=""
+shift
+for word in "$@"; do
+    case $before in --out | --output | --output[-_]dir) out=$word ;; esac
+    case $word in --out=* | --output=* | --output[-_]dir=*) out=${word#*=} ;; esac
+    before=$word
+done
+is_again=$((${SLURM_RESTART_COUNT:-0} > 0)) # Slurm has queued this job before
+own=runs/$(basename "$script" .py)-$SLURM_JOB_ID # a job that is queued again keeps its number
 flags=" $* "
 flags=${flags/ --resume[= ]auto / }
 case ${flags/ -r auto / } in
-*" --evaluate"* | *" --predict"* | *" --export"* | *" --resume"* | *" -r "*) ;;
+*" --evaluate"* | *" --predict"* | *" --export"*) ;;
+*" --resume"* | *" -r "*) # from another run: a job that is queued again goes on with its own
+    if ((is_again)) && compgen -G "$out/last*.pt" >/dev/null; then set -- "$@" --resume auto; fi
+    ;;
 *) # flags that the user gives come later and win
-    script=$1
-    shift
-    out=runs/$(basename "$script" .py)-$SLURM_JOB_ID # a job that is queued again keeps its number
-    set -- "$script" --out "$out" --resume auto "$@"
+    if ((is_again)) || [ -n "$out" ]; then set -- --resume auto "$@"; fi
+    set -- --out "$own" "$@"
     ;;
 esac
 
 # shellcheck disable=SC2016  # SLURM_NODEID is expanded on each node
 exec srun --ntasks-per-node=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
-    "$root/run_distributed.sh" "$@"
+    "$root/run_distributed.sh" "$script" "$@"

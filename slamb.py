@@ -102,13 +102,14 @@ class SLAMB(CommunicatingOptimizer):
         warmup: k of the first epochs, where it is above `compress_ratio`; see `start_epoch`.
 
     Raises:
-        ValueError: a hyper-parameter is out of its range.
+        ValueError: a hyper-parameter is out of its range, or a group is on several devices.
     """
 
     own_ranges = {
         "compress_ratio": lambda ratio: 0 < ratio <= 1,
         "beta3": lambda beta3: 0 <= beta3 <= 1,
     }
+    needs_one_device = True
 
     def __init__(
         self,
@@ -371,7 +372,7 @@ class ParamGroupBuffers:
         for layout in self.layouts:
             _share_state(state, "exp_avg", layout.tensors, views=layout.views(self.m[layout]))
             _share_state(state, "exp_avg_sq", layout.tensors, views=layout.views(self.v[layout]))
-        fresh = [self.freshness[large.rows_of(i), 0] for i in range(len(large.tensors))]
+        fresh = list(self.freshness[:, 0].split(large.counts))
         _share_state(state, "fresh", large.tensors, views=fresh)
 
     def load(self, loss_scale: Tensor | None) -> None:
@@ -425,13 +426,8 @@ class ParamGroupBuffers:
             return
         known = [part.has_gradient for part in parts if part.has_gradient is not None]
         self.group["steps"] += active * torch.cat(known).any() if known else active
-        adam = AdamStep(
-            betas=self.group["betas"],
-            eps=self.group["eps"],
-            weight_decay=self.group["weight_decay"],
-            steps=self.group["steps"],
-            active=active if _is_decided_on_device(active) else None,
-        )
+        of_device = active if _is_decided_on_device(active) else None
+        adam = AdamStep.of(self.group, self.group["steps"], active=of_device)
         for part in parts:
             layout, units = part.layout, part.units
             if units is not None:

@@ -27,6 +27,6 @@ bash setup_venv.sh requirements-dev.txt
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-if command -v shellcheck >/dev/null; then shellcheck ./*.sh figures/*.sh tuning/*.sh .ci/run; fi
+if command -v shellcheck >/dev/null; then shellcheck ./*.sh tuning/*.sh .ci/run; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a process of pytest for each core
 exec .venv/bin/python -m pytest -rs --durations=10 -n auto --dist loadfile -m "$selection" "$@"

@@ -76,12 +76,8 @@ def record_cuda_graph(
 ) -> torch.cuda.CUDAGraph:
     """Record `body(*tensors, weight)` as a CUDA graph, without computing anything.
 
-    Random numbers come from the device's generator, whose state each replay advances.
-
-    Args:
-        body: the function to record.
-        tensors: the tensors that the graph reads; each replay uses their current values.
-        weight: a constant of the graph.
+    Each replay uses the tensors' current values, and the same weight. Random numbers come from the
+    device's generator, whose state each replay advances.
     """
     graph = torch.cuda.CUDAGraph()
     gc.collect()  # a tensor that is freed while a graph is recorded would spoil it

@@ -49,6 +49,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
+def is_here(name: str) -> bool:
+    """Return whether this machine has the device of this name."""
+    kind, _, index = name.partition(":")
+    return kind != "cuda" or int(index or 0) < torch.cuda.device_count()
+
+
 def has_bf16(device: torch.device) -> bool:
     """Return whether the device computes in bf16 natively.
 

@@ -63,10 +63,6 @@ class Scaler:
 
     amp unscales gradients at the end of each backward pass, skips the optimizer's step after an
     overflow, and updates the scale, all by itself. Methods for these purposes have nothing to do.
-
-    Args:
-        amp: the module apex.amp.
-        optimizer: the optimizer that `amp.initialize` returned.
     """
 
     def __init__(self, amp: ModuleType, optimizer: torch.optim.Optimizer) -> None:

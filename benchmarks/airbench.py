@@ -7,8 +7,8 @@ It is the peer of recipes/fast94_vgg8.yaml: same data, machine, precision and cl
 optimizer, augmentation and test views are taken from the file of --source as it is run; the loop
 around them is written for this benchmark, since the file's own needs a GPU. Weights are in fp32 and
 products in bf16, where the file has both in fp16, which a CPU computes slowly. The log is that of
-the entry scripts. With --optimizer ngd the filters have NGD in place of Muon, at Muon's rate, and
-all else is the peer's: in each step the filters' norms are set back first, and nothing decays.
+the entry scripts. With --optimizer ngd the filters have NGD in place of Muon, at Muon's rate. All
+else is the peer's: a step first sets the filters' norms back, and no weight decays.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,15 +81,6 @@ def search(train: Texts, seeds: Sequence[int]) -> list[dict[str, Any]]:
     return sorted(results, key=lambda each: -each["held_out"])
 
 
-def in_full(train: Texts, test: Texts, setting: Mapping[str, Any]) -> float:
-    """Return the accuracy on the test set in percent, of this setting trained on all rows."""
-    longest, min_documents, strength = setting["words"], setting["min_documents"], setting["C"]
-    reached = accuracies(
-        train, test, longest=longest, min_documents=min_documents, strengths=[strength]
-    )
-    return reached[strength]
-
-
 def main() -> int:
     """Search, train in full, and compare."""
     args = bench.parser(__doc__, reads_data=True).parse_args()
@@ -99,7 +90,9 @@ def main() -> int:
     if len(train[0]) != (rows := runs[0][0]["samples"]):
         raise InputError(f"--data_dir: {len(train[0])} rows to train on; the logs are of {rows}")
     settings = search(train, SEEDS[:1] if args.quick else SEEDS)
-    reached = in_full(train, test, settings[0])
+    best = settings[0]
+    sizes = {"longest": best["words"], "min_documents": best["min_documents"]}
+    reached = accuracies(train, test, **sizes, strengths=[best["C"]])[best["C"]]
     seeds = last(runs, accuracy)
     print(f"AG News, {len(train[0])} training rows, {len(test[0])} test rows")
     print(f"TF-IDF with logistic regression, {json.dumps(settings[0])}: {reached:.2f} %")

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,13 +71,13 @@ class Bar:
 
     name: str
     measured: float
-    target: float
+    wanted: float
     at_most: bool = False
 
     @property
     def holds(self) -> bool:
         """Whether the target is met, before any rounding."""
-        return self.measured <= self.target if self.at_most else self.measured >= self.target
+        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
 
 
 # -------------------------------------------------------------------- measuring
@@ -110,64 +109,47 @@ class Remote:
         self.process.start()
         there.close()
 
-    def rate(self, seconds: float) -> float:
-        """Let the process take steps for `seconds`, at least one step; return samples/s.
+    def ask(self, what: str, *values: float) -> Any:
+        """Let the process answer a request, and stop it until the next one.
+
+        Args:
+            what: 'rate', samples/s of steps for some seconds, at least one step; 'warm up', steps
+                for some seconds until nothing is compiled; or 'memory', the peak in bytes.
 
         Raises:
             InputError: the process has ended.
         """
-        return self._ask("rate", seconds)
-
-    def warm_up(self, seconds: float) -> None:
-        """Let the process take steps until it compiles no more, see `warm_up`.
-
-        Raises:
-            InputError: the process has ended.
-        """
-        self._ask("warm up", seconds)
-
-    def peak_memory(self) -> int:
-        """Return the peak memory of the process in bytes.
-
-        Raises:
-            InputError: the process has ended.
-        """
-        return self._ask("memory")
+        self._send(signal.SIGCONT)
+        try:
+            self.pipe.send((what, *values))
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            raise InputError("the process of a side has ended; its message is above") from None
+        self._send(signal.SIGSTOP)
+        return answer
 
     def close(self) -> None:
         """End the process of this side."""
-        self._send("SIGCONT")
+        self._send(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self.pipe.send(None)
         self.process.join()
 
-    def _ask(self, *request: Any) -> Any:
-        """Let the process answer a request, and stop it until the next one."""
-        self._send("SIGCONT")
-        try:
-            self.pipe.send(request)
-            answer = self.pipe.recv()
-        except (EOFError, OSError):
-            raise InputError("the process of a side has ended; its message is above") from None
-        self._send("SIGSTOP")
-        return answer
-
-    def _send(self, name: str) -> None:
-        """Send a signal to the process and its workers; Windows has no such signals."""
-        if sys.platform != "win32" and self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # no group yet, or no longer
-                os.killpg(self.process.pid, signal.Signals[name])
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its workers."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # no group yet, or no longer
+            os.killpg(self.process.pid, number)
 
 
 def serve(pipe: Any, make: Callable[..., Iterator[int]], arguments: tuple[Any, ...]) -> None:
     """Serve the requests of a `Remote`, in its process."""
-    if sys.platform != "win32":
-        os.setpgrp()  # a group of stopped processes ends with the one that started it
+    os.setpgrp()  # a group of stopped processes ends with the one that started it
     steps = make(*arguments)
     answers: dict[str, Callable[..., Any]] = {
-        "rate": functools.partial(samples_a_second, steps),
-        "warm up": functools.partial(warm_up, steps),
-        "memory": functools.partial(peak_memory, DEVICE),
+        "rate": partial(samples_a_second, steps),
+        "warm up": partial(warm_up, steps),
+        "memory": partial(peak_memory, DEVICE),
     }
     with contextlib.suppress(EOFError):
         while (request := pipe.recv()) is not None:
@@ -284,10 +266,10 @@ def compare(
         remotes = {name: starts[name]() for name in (baseline, other)}
         try:
             for remote in remotes.values():
-                remote.warm_up(seconds)
-            turns = {name: functools.partial(each.rate, seconds) for name, each in remotes.items()}
+                remote.ask("warm up", seconds)
+            turns = {name: partial(each.ask, "rate", seconds) for name, each in remotes.items()}
             rates = take_turns(turns, rounds, deadline=deadline)
-            memory = {name: each.peak_memory() for name, each in remotes.items()} | memory
+            memory = {name: each.ask("memory") for name, each in remotes.items()} | memory
         finally:
             for remote in remotes.values():
                 remote.close()
@@ -301,12 +283,7 @@ def compare(
 
 
 def parser(description: str | None, *, reads_data: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has; its arguments name their start.
-
-    Args:
-        description: docstring of the benchmark.
-        reads_data: whether it has --data_dir.
-    """
+    """Return a parser with the flags that every benchmark has, and with --data_dir for some."""
     parser = argparse.ArgumentParser(
         description=description,
         allow_abbrev=False,
@@ -329,11 +306,9 @@ def parser(description: str | None, *, reads_data: bool = False) -> argparse.Arg
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
     """Describe versions of the packages, the processor and its load by other programs."""
-    load = ""
-    if sys.platform != "win32":
-        load = f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return f"{versions}; {device_name(device)}{load}"
+    return f"{versions}; {device_name(device)}; {load}"
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> str:
@@ -389,7 +364,7 @@ def finish(
     write_json(settings.json, list(rows), bars, **facts)
     for bar in bars:
         name, result = bar.name.replace(" ", "_"), "holds" if bar.holds else "short"
-        print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.target:.3f} {result}")
+        print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {result}")
     return int(not all(bar.holds for bar in bars))
 
 
@@ -401,15 +376,6 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
         **facts,
         "commit": commit_or_none(),
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": [
-            {
-                "name": bar.name,
-                "measured": bar.measured,
-                "wanted": bar.target,  # named as in the printed line
-                "at_most": bar.at_most,
-                "holds": bar.holds,
-            }
-            for bar in bars
-        ],
+        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
     }
     run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

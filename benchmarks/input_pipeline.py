@@ -140,7 +140,8 @@ def turn(side: Callable, folder: str, seconds: float) -> tuple[float, float, flo
     remote = bench.Remote(opened, side, folder, num_cores())
     assert remote.process.pid is not None
     try:
-        first, rate = BATCH / remote.rate(0.0), remote.rate(seconds)  # one step, and more
+        first = BATCH / remote.ask("rate", 0.0)  # one step
+        rate = remote.ask("rate", seconds)
         return first, rate, memory(remote.process.pid, set()) / 2**20
     finally:
         # Workers of a DataLoader that ends within an epoch report an abort.

@@ -169,14 +169,7 @@ def passes(workload: Workload, quick: bool) -> dict[str, Callable[[], float]]:
 def measure(
     workload: Workload, quick: bool, *, with_passes: bool, deadline: float
 ) -> dict[str, bench.Row]:
-    """Measure all sides of a workload in turn, and print their table.
-
-    Args:
-        workload: the model.
-        quick: fewer rounds.
-        with_passes: also measure forward and backward.
-        deadline: of `bench.take_turns`.
-    """
+    """Measure all sides of a workload in turn, and print their table."""
     calls: dict[str, Callable[[], float]] = dict(build_sides(workload))
     slow = passes(workload, quick) if with_passes else {}
     rounds = QUICK_ROUNDS if quick else ROUNDS

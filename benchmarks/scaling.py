@@ -113,11 +113,8 @@ class Training:
 
     def __init__(self, arch: str, batch: int, world: World, optimizer: str, compress: str) -> None:
         torch.manual_seed(0)
-        model = (
-            image_models.create_model(arch, classes=10, channels=3, image_size=32)
-            .train()
-            .to(memory_format=torch.channels_last)
-        )
+        model = image_models.create_model(arch, classes=10, channels=3, image_size=32)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         groups = decay_groups(model, 0.01)
         if optimizer == "slamb":
             made = SLAMB(groups, 1e-3, local_steps=NEVER, dense_steps=0, compress_ratio=0.1)

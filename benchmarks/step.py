@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -59,8 +58,7 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
     batches = plain_training.read_batches(recipe, data_dir, batch)
     if side != "as timm":
         yield from plain_training.train(recipe, batches)
-    with needing("as timm", "timm"):  # which the legacy stack has not
-        import timm.optim
+    import timm.optim  # here, since the legacy stack does not have it
 
     device = bench.DEVICE
     model = recipe.model.to(device=device, memory_format=torch.channels_last)  # type: ignore
@@ -142,10 +140,8 @@ def main() -> int:
     if len(sides) < MIN_SIDES:
         parser.error("--sides: name two or more different ones")
     timm = ["timm"] if "as timm" in sides else []
-    for name in timm:
-        with needing("as timm", name):
-            version(name)
-    machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
+    with needing("as timm", "timm"):  # whose version `machine` asks for
+        machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
     print(machine)
     rows: list[bench.Row] = []
     bars: list[bench.Bar] = []

@@ -33,11 +33,8 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
     """SOAP (arXiv:2409.11321) of pytorch_optimizer, with the library's other settings."""
     with needing("soap", "pytorch_optimizer"):
         from pytorch_optimizer import SOAP
-    weight_decay = settings["weight_decay"]
-    optimizer: torch.optim.Optimizer = SOAP(
-        decay_groups(model, weight_decay), lr=settings["lr"], betas=tuple(settings["betas"])
-    )
-    return optimizer
+    groups = decay_groups(model, settings["weight_decay"])
+    return SOAP(groups, lr=settings["lr"], betas=tuple(settings["betas"]))  # type: ignore[no-any-return]
 
 
 REFUSED = ("weights", "evaluate", "predict", "export")  # flags that only the script's main reads
@@ -60,7 +57,7 @@ class PeerRun:
     args: argparse.Namespace
 
     def open(self, world: World) -> Opened:
-        """Create what is to be trained."""
+        """Create the trainer of the peer, with its model and data."""
         package, create = PEERS[self.peer]
         make = partial(create, settings=vars(self.args))
         opened = open_script(self.script, self.flags, world, create_optimizer=make)

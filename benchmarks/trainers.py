@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +29,7 @@ from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from optimizers.schedules import Schedule
 from training.batch_sampler import DynamicBatchSampler, RankBatch
-from training.losses import CrossEntropy, LossFn
-from training.meta_mixup_step import MetaMixupStep
+from training.losses import CrossEntropy
 from training.run_log import RunLog
 from training.trainer import Trainer, TrainerConfig
 
@@ -62,11 +61,7 @@ def open_script(
 ) -> Opened:
     """Create what a script trains with these command-line arguments, as its `main` does.
 
-    Args:
-        script: resnet50_test or transformer_test.
-        arguments: the command line.
-        world: the ranks.
-        create_optimizer: makes an optimizer of the model's parameters that no flag names.
+    `create_optimizer` makes an optimizer of the model that no flag names.
     """
     args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
     task = TASKS[script.SCRIPT]
@@ -141,31 +136,13 @@ def train_steps(name: str, flags: Sequence[str]) -> Iterator[int]:
         yield from steps_of(opened.trainer)
 
 
-class NoData:
-    """A data set that nothing is read from."""
-
-    lengths = None
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def batches(
-        self, row_batches: Sequence[Tensor], epoch: int | None = None
-    ) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Refuse to give batches."""
-        raise AssertionError("this trainer has no data")
-        yield
-
-
 def step_trainer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World | None = None,
     *,
-    loss_fn: LossFn | None = None,
     precision: Precision = FP32,
     comm_hook: AllReduceHook | None = None,
-    meta_learner: MetaMixupStep | None = None,
     **config: Any,
 ) -> Trainer:
     """A Trainer without data and run folder, for single steps; `config` is of `TrainerConfig`."""
@@ -173,9 +150,9 @@ def step_trainer(
     return Trainer(
         model,
         optimizer,
-        loss_fn or CrossEntropy(),
+        CrossEntropy(),
         DynamicBatchSampler(ROWS, 8 * world.size, world=world),
-        train_set=NoData(),
+        train_set=None,  # type: ignore[arg-type]  # a step reads nothing of it
         eval_sets={},
         lr_schedule=Schedule("constant", 1),
         precision=precision,
@@ -184,5 +161,4 @@ def step_trainer(
         config=TrainerConfig(**config),
         metadata={"script": "", "classes": []},
         comm_hook=comm_hook or AllReduceHook(world),
-        meta_learner=meta_learner,
     )

@@ -47,7 +47,7 @@ from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
-from input_pipeline.baseline import Baseline
+from input_pipeline.baseline import MOST_CLASSES, Baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.fingerprint import check_data
 from input_pipeline.label_noise import with_noise
@@ -156,7 +156,8 @@ def create_run(args: Namespace, script: str, world: World, checkpoint: Any = Non
     device.keep_freed_memory()
     device.set_num_threads(args.threads, world.local_size)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
-    precision = choose_precision("fp32" if ort_auto else args.precision, world.device)
+    in_fp32 = ort_auto or args.predict or args.export
+    precision = choose_precision("fp32" if in_fp32 else args.precision, world.device)
     if not uses_trained_model(args):  # with the precision that auto has chosen
         compatibility.check(Namespace(**{**vars(args), "precision": precision.name}))
     if args.deterministic:
@@ -197,7 +198,10 @@ def choose_rows(
         The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
         share of --label_noise; and what a checkpoint keeps of the data to know it again.
     """
-    used = [name for name in splits if name != "train" or not args.evaluate]
+    # Rows of the training split are looked at, be it to train or because some are held out.
+    is_held_out = bool(args.val_fraction) and "val" not in splits
+    is_train_used = not args.evaluate or (is_held_out and not ("test" in splits and args.test))
+    used = [name for name in splits if name != "train" or is_train_used]
     fingerprint = check_data(
         run.world,
         classes,
@@ -227,7 +231,9 @@ def choose_rows(
     if redrawn and not has_fewer and "val" in chosen and not has_val and run.world.is_main:
         names = " and ".join(redrawn)
         print(f"warning: {names} changed: the run has trained on some of the rows now held out")
-    if args.label_noise:
+    if args.evaluate:  # only one training row is prepared, since nothing trains
+        chosen["train"] = chosen["train"].select_rows(torch.arange(1))
+    elif args.label_noise:
         chosen["train"] = add_label_noise(args, run, chosen["train"], classes=classes)
     return chosen, fingerprint
 
@@ -289,7 +295,11 @@ def report_baseline(
     """
     if run.checkpoint and not redrawn_by(run) and (known := run.checkpoint.get("baseline")):
         return known
-    if not (args.dataset in own_data.DATASETS if args.baseline is None else args.baseline):
+    is_wanted = args.baseline
+    if is_wanted is None:
+        few = len(torch.as_tensor(splits["train"].labels).unique()) <= MOST_CLASSES
+        is_wanted = few and args.dataset in own_data.DATASETS
+    if args.evaluate or not is_wanted:
         return {}
     name = "test" if "test" in splits else "val"
     with run.world.waiting_at_most(READ_SECONDS):

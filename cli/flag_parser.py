@@ -36,9 +36,7 @@ from errors import InputError, did_you_mean
 MAX_FLOAT = 1e38  # about what fp32 holds
 
 
-def path_text(text: str) -> str:
-    """An argparse type: a path as text, in which ~ and ~NAME stand for home folders."""
-    return os.path.expanduser(text)
+path_text = os.path.expanduser  # an argparse type: ~ and ~NAME stand for home folders
 
 
 def file_path(text: str) -> Path:

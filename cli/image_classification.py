@@ -32,7 +32,7 @@ from training.export import LARGEST_BATCH, export
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
-WHITENING_PIXELS = WHITENING_ROWS * 32**2  # of these images at most, for the memory
+WHITENING_PIXELS = WHITENING_ROWS * 32**2  # of these images together, a limit of memory
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped as photos are
 CROPS = ("auto", "resized", "pad", "center")
@@ -111,7 +111,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     metadata = {
         "classes": classes,
         "data": fingerprint,
-        "baseline": report_baseline(args, run, chosen, image_baseline),
+        "baseline": report_baseline(args, run, chosen, partial(image_baseline, decoder=decoder)),
         "mean": of_channels(mean, train.channels),
         "std": of_channels(std, train.channels),
         "channels": train.channels,
@@ -237,7 +237,7 @@ def predict(args: Namespace, run: Run) -> None:
         decoder=FileDecoder(args.workers if len(files) > args.batch_size else 0),
         resident=False,
     )
-    rows = torch.arange(len(files)).split(args.batch_size)
+    rows = torch.arange(len(files)).split(min(args.batch_size, predictions.ROWS_AT_ONCE))
     found = predictions.predict(
         load_weights(args, run, create_model(args, run, checkpoint)),
         [Sample(own_data.utf8_name(file)) for file in files],

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends import torch_compat
+from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Scope, ScriptParser, setting, switch
 from cli.yaml_file import read_yaml
@@ -68,6 +68,8 @@ def parse(
         if "warning" in state:
             print_once(state["warning"])
         values |= restored_flags(state["flags"], parser)
+        if uses_trained_model(command_line) and not device.is_here(values["device"]):
+            values |= {"device": "auto", "precision": "auto"}
     values = parser.merged(values, recipe)
     args = Namespace(**parser.merged(values, given))
     for name, value in computed_defaults(vars(args), parser).items():
@@ -278,8 +280,15 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
         keys = [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
         return [f"--{name}", *(f"{key}{each}" for key, each in zip(keys, values))]
     word = str(value).lower()
+    stands_for = parser.own_name(f"--{name}")[2:]
+    is_choice = stands_for.count("=") == 1  # as ngd is optimizer=ngd
     is_switch = word in ("true", "false") or (flag is not None and flag.type is switch)
-    if is_switch and word in YES_OR_NO:
+    if word in YES_OR_NO and (is_switch or is_choice):
+        if is_choice and not YES_OR_NO[word]:
+            instead = stands_for.partition("=")[0]
+            raise InputError(
+                f"{name}: {value} does not say which {instead} instead; give {instead}: VALUE"
+            )
         return [f"--{name}" if YES_OR_NO[word] else f"--no-{name}"]
     return [f"--{name}", str(value)]
 

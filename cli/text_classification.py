@@ -182,9 +182,10 @@ def predict(args: Namespace, run: Run) -> None:
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
     encode, texts = encoding(checkpoint), [line.text or "" for line in lines]
+    rows = min(args.batch_size, predictions.ROWS_AT_ONCE)
     batches = (
-        encode(texts[start : start + args.batch_size]).to(run.world.device)
-        for start in range(0, len(texts), args.batch_size)
+        encode(texts[start : start + rows]).to(run.world.device)
+        for start in range(0, len(texts), rows)
     )
     model = load_weights(args, run, create_model(args, run, checkpoint))
     report_predictions(args, run, predictions.predict(model, lines, batches), notes=notes)

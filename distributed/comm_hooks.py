@@ -94,7 +94,9 @@ class AllReduceHook:
         _replace_non_finite(power_sgd)
         before = power_sgd.total_numel_after_compression
         uncompressed = power_sgd.iter < POWER_SGD_START
-        future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
+        gpus = [buffer.device] if buffer.is_cuda else []  # whose generators torch seeds alike
+        with torch.random.fork_rng(gpus, enabled=bucket.index() not in power_sgd.p_memory_dict):
+            future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
         sent = power_sgd.total_numel_after_compression - before
         self._count((buffer.numel() if uncompressed else sent) * buffer.element_size())
         return future

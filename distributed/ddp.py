@@ -7,6 +7,7 @@ set_gradient_sync(parallel, False)          # for the micro-batches before the l
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from backends.torch_compat import ddp_buffer_arguments
@@ -23,12 +24,16 @@ def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """The model with BatchNorm statistics over all ranks; parameters stay the same objects.
 
     Raises:
-        InputError: the ranks compute on CPUs, for which torch has no such BatchNorm.
+        InputError: the ranks compute on CPUs, for which torch has no such BatchNorm; or a layer of
+            the network does more than BatchNorm, which torch would leave out.
     """
     if world.device.type != "cuda":
         raise InputError(
             "--sync_bn needs GPUs: torch's SyncBatchNorm has no CPU kernel; leave it out"
         )
+    for name, norm in model.named_modules():
+        if isinstance(norm, _BatchNorm) and type(norm).forward is not _BatchNorm.forward:
+            raise InputError(f"--sync_bn: {name} does more than BatchNorm; leave it out")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
@@ -55,8 +60,9 @@ def wrap(
         return model
     if sync_batch_norm:
         model = with_sync_batch_norm(model, world)
-    # With two buckets torch's PowerSGD hook aborts on gloo.
-    one_bucket = hook.compression == "powersgd" and world.device.type != "cuda"
+    # With two buckets torch's PowerSGD hook aborts on gloo, which ranks that share a GPU use too.
+    on_gloo = world.device.type != "cuda" or world.shares_gpu
+    one_bucket = hook.compression == "powersgd" and on_gloo
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,

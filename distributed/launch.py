@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 from distributed.worker import FAILURE, LAUNCHER
@@ -33,6 +34,9 @@ def launch(arguments: list[str]) -> int:
     """
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # but for those that nohup lets us ignore
+    handled = [each for each in names if signal.getsignal(signal.Signals[each]) != signal.SIG_IGN]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))  # read by torchrun
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
     is_quiet = "LOGLEVEL" not in os.environ  # the script's own line says what went wrong
     os.environ.setdefault("LOGLEVEL", "CRITICAL")

@@ -72,8 +72,8 @@ def page_with_results(
             missing += sum(name not in measured for name in shown)
         if missing:
             paragraphs.append(
-                f"**Planned for a {device.upper()} and not run yet**: {missing} rows of this table "
-                f"(`bash figures/run_all.sh {device} --list`)."
+                f"**Planned for a {device.upper()} and not run yet**: {missing} rows "
+                f"(`python -m figures.experiments {device} --list`)."
             )
     for entry in plan["published"]:
         method = f"*published:* {entry['method']}"

@@ -1,8 +1,10 @@
-"""Run the experiments of experiments.yaml that have no finished log yet: see run_all.sh.
+"""Run the experiments of experiments.yaml that have no finished log yet.
 
-python -m figures.experiments cpu --only schedules_cifar10_20pct --minutes 30
-python -m figures.experiments gpu --list
+python -m figures.experiments                       # of the GPU if there is one, else of two cores
+python -m figures.experiments cpu --only mixup_agnews6k --minutes 30    # again to go on
+python -m figures.experiments gpu --list            # what is done, what is open, and the commands
 
+All experiments run with their first seed before any runs with its second.
 A run is a command as one would type it, to which `--seed N --out figures/logs/GROUP/NAME-seedN` is
 added. The entry scripts record flags, device, versions and commit in config.json. A run is done
 when its log holds the last epoch; it is then packed into figures/logs/GROUP.jsonl, and its folder
@@ -190,7 +192,6 @@ def experiments_parser() -> FlagParser:
     help_of_minutes = "Minutes until it stops; the same command continues later (default never)."
     add("--minutes", type=flags.positive, metavar="N", help=help_of_minutes)
     add("--list", action="store_true", help="Print what is done and what is open; run nothing.")
-    add("--draw", action="store_true", help="Draw the figures at the end, also after a failure.")
     help_of_plan = "File of the experiments (default figures/experiments.yaml)."
     add("--plan", type=file_path, default=PLAN, metavar="YAML", help=help_of_plan)
     help_of_logs = "Folder for the logs (default figures/logs)."
@@ -201,7 +202,7 @@ def experiments_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run, list or draw the experiments that the command line names."""
+    """Run or list the experiments that the command line names."""
     args = experiments_parser().parse_args(argv)
     logs = args.logs.resolve()
     if args.allow_dirty and (logs == LOGS or LOGS in logs.parents):
@@ -223,13 +224,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{run.title}: {status}")
         return
     if device == "gpu" and not has_gpu:
-        raise InputError("gpu: this machine has none; use bash figures/run_all.sh cpu")
+        raise InputError("gpu: this machine has none; give cpu")
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
-    try:
-        execute_all(runs, deadline, device, ignored=None if args.allow_dirty else logs)
-    finally:
-        if args.draw:
-            subprocess.run([sys.executable, "-m", "figures.draw"], cwd=ROOT, check=False)
+    execute_all(runs, deadline, device, ignored=None if args.allow_dirty else logs)
 
 
 if __name__ == "__main__":

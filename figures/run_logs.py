@@ -121,7 +121,8 @@ def packed_runs(path: Path) -> dict[str, list[str]]:
 @functools.lru_cache
 def _packed_runs(path: Path, changed: int) -> dict[str, list[str]]:
     runs: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines: list[str] = []  # of no run: another kind of file
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith('{"run": '):
             runs[json.loads(line)["run"]] = lines = []
         lines.append(line)

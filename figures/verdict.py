@@ -189,13 +189,7 @@ def limits(arms: Sequence[Contender]) -> list[str]:
 
 
 def write_verdict(arms: Sequence[Contender], out: Path, limits: Sequence[str]) -> str:
-    """Write verdict.md, verdict.png and report.html, and return the text of the first.
-
-    Args:
-        arms: what they have reached.
-        out: folder of the race.
-        limits: what may not be concluded.
-    """
+    """Write verdict.md, verdict.png and report.html, and return the text of the first."""
     first = arms[0].runs[0]
     names = ", ".join(arm.name for arm in arms)
     title = f"{names}: {subject(first)}, {len(first.rows)} epochs"

@@ -46,7 +46,7 @@ class Augmentation:
         learned_on: of AutoAugment's policies, that for 'cifar10', 'imagenet' or 'svhn'.
         jitter: brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter.
         erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
-        small_epochs: number of epochs at the start whose images are scaled down.
+        small_epochs: number of first epochs, in which images are scaled down.
         small_size: side of these images in the first stage, in pixels.
         small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
             after the last stage images have their own size.
@@ -84,9 +84,37 @@ class Augmentation:
         return bool(self.resized or self.policy or self.jitter or self.erasing)
 
     def crop(self, pixels: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
-        """Crop and flip (rows, height, width, channels) pixels, each by its own numbers."""
-        reflect = self.fill == "reflect"
-        return crop_flip(pixels, offsets, flips=flips, pad=self.pad, reflect=reflect)
+        """Crop each image out of its padded self or that one's mirror image, by a gather of rows.
+
+        Args:
+            pixels: (batch, height, width, channels) uint8, larger than `pad` if it is reflected.
+            offsets: (batch, 2) uint8, place of the crop from the top and the left, in 0..2 pad.
+            flips: (batch,) uint8, 1 where the image is mirrored horizontally.
+        Returns:
+            (batch, height, width, channels) uint8.
+        """
+        pad, (batch, height, width, channels) = self.pad, pixels.shape
+        if self.fill == "reflect":
+            rows, columns = (
+                last - (last - torch.arange(-pad, last + pad + 1, device=pixels.device).abs()).abs()
+                for last in (height - 1, width - 1)
+            )
+            padded = pixels.index_select(1, rows).index_select(2, columns)
+        else:
+            padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
+        both = torch.stack([padded, padded.flip(2)])
+        flip = flips.long()
+        top, left = offsets.long().unbind(1)
+        left = left + flip * (2 * pad - 2 * left)  # as far from the right as it was from the left
+        row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
+        image = flip * batch + torch.arange(batch, device=pixels.device)
+        first_byte = (image * (height + 2 * pad) + top) * row_stride + left * channels
+        row_offsets = torch.arange(height, device=pixels.device) * row_stride
+        starts = first_byte[:, None] + row_offsets  # (batch, height), first byte of each row
+        row_bytes = width * channels
+        # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
+        windows = both.flatten().as_strided((both.numel() - row_bytes + 1, row_bytes), (1, 1))
+        return windows.index_select(0, starts.flatten()).view(pixels.shape)
 
     def check_size(self, size: int) -> None:
         """Raise ValueError where images of `size` pixels a side are too small for the settings."""
@@ -175,7 +203,7 @@ class RowChanges:
         return image
 
     def _crop(self, row: int, image: Image.Image) -> Image.Image:
-        """Crop and flip an image as `crop_flip` does."""
+        """Crop and flip an image as `Augmentation.crop` does."""
         crops = draw_crops(self.augmentation, self.num_rows, seed=self.seed, epoch=self.epoch)
         (top, left), flip = (each[row].tolist() for each in crops)
         pad, (width, height) = self.augmentation.pad, image.size
@@ -217,42 +245,3 @@ class RowChanges:
 def scale_down(images: Tensor, size: int) -> Tensor:
     """Return (batch, channels, height, width) images with `size` pixels a side, smoothed before."""
     return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-
-
-def crop_flip(
-    pixels: Tensor, offsets: Tensor, *, flips: Tensor, pad: int, reflect: bool = False
-) -> Tensor:
-    """Crop each image out of its padded self or that one's mirror image, by a gather of rows.
-
-    Args:
-        pixels: (batch, height, width, channels) uint8.
-        offsets: (batch, 2) uint8, position of the crop from the top and from the left, in 0..2 pad.
-        flips: (batch,) uint8, 1 where the image is mirrored horizontally.
-        pad: pixels added on each side; fewer than the image has, if they are reflected.
-        reflect: whether the added pixels are the image's own, reflected at its edges without
-            repeating them, instead of zeros.
-    Returns:
-        (batch, height, width, channels) uint8.
-    """
-    batch, height, width, channels = pixels.shape
-    if reflect:
-        rows, columns = (
-            torch.from_numpy(np.pad(np.arange(size), pad, mode="reflect")).to(pixels.device)
-            for size in (height, width)
-        )
-        padded = pixels.index_select(1, rows).index_select(2, columns)
-    else:
-        padded = F.pad(pixels, (0, 0, pad, pad, pad, pad))
-    both = torch.stack([padded, padded.flip(2)])
-    flip = flips.long()
-    top, left = offsets.long().unbind(1)
-    left = left + flip * (2 * pad - 2 * left)  # as far from the right as it was from the left
-    row_stride = (width + 2 * pad) * channels  # bytes of a padded image row
-    image = flip * batch + torch.arange(batch, device=pixels.device)
-    first_byte = (image * (height + 2 * pad) + top) * row_stride + left * channels
-    row_offsets = torch.arange(height, device=pixels.device) * row_stride
-    starts = first_byte[:, None] + row_offsets  # (batch, height), first byte of each cropped row
-    row_bytes = width * channels
-    # A view whose i-th entry is the `row_bytes` bytes that start at byte i.
-    windows = both.flatten().as_strided((both.numel() - row_bytes + 1, row_bytes), (1, 1))
-    return windows.index_select(0, starts.flatten()).view(pixels.shape)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from input_pipeline.image_batches import FileDecoder
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.text_datasets import TextSplit
 
@@ -24,6 +25,9 @@ MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used
 MOST_FILES = 2_000  # images of a split that are decoded for it
 MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
 LONGEST_TEXT = 5_000  # characters, beyond which a text is cut
+CJK = r"\u3040-\u30ff\u3400-\u9fff"  # letters of Chinese and Japanese, each of which is a word
+WORD = rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]"
+MOST_CLASSES = 100  # of more, the linear model would take minutes and gigabytes
 SIDE = 16  # pixels
 
 
@@ -61,7 +65,7 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
 
     vectorizer = TfidfVectorizer(
-        token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), sublinear_tf=True, max_features=MOST_WORDS
+        token_pattern=WORD, ngram_range=(1, 2), sublinear_tf=True, max_features=MOST_WORDS
     )
     train, evaluated = (
         split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
@@ -76,11 +80,11 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     )
 
 
-def image_baseline(train: ImageSplit, evaluated: ImageSplit) -> Baseline:
+def image_baseline(train: ImageSplit, evaluated: ImageSplit, *, decoder: FileDecoder) -> Baseline:
     """Logistic regression on pixels of 16 a side, of some thousand images of each split."""
     most = MOST_IMAGES if train.files is None else MOST_FILES
     train, evaluated = (split.select_rows(spread(len(split), most)) for split in (train, evaluated))
-    inputs, eval_inputs = small_pixels(train), small_pixels(evaluated)
+    inputs, eval_inputs = (small_pixels(split, decoder) for split in (train, evaluated))
     mean, std = inputs.mean(0), inputs.std(0).clamp(min=0.01)
     return fit(
         "small images",
@@ -116,9 +120,11 @@ def fit(
     )
 
 
-def small_pixels(split: ImageSplit) -> Tensor:
+def small_pixels(split: ImageSplit, decoder: FileDecoder) -> Tensor:
     """The images of a split as (rows, channels x 256) fp32 in 0..1."""
-    parts = (split.decode(rows) for rows in torch.arange(len(split)).split(64))
+    rows = torch.arange(len(split)).split(64)
+    is_decoded = split.pixels is not None
+    parts = map(split.decode, rows) if is_decoded else decoder.run(map(split.reader, rows))
     images = (part.permute(0, 3, 1, 2).float().div_(255) for part in parts)
     return torch.cat([F.adaptive_avg_pool2d(part, SIDE).flatten(1) for part in images])
 

@@ -157,6 +157,8 @@ def open_table(
         has_header = bool(train.header) if train else is_header(read(), choice)
     _, first = next(read())
     header = first if has_header else []
+    if train and header and list(map(normalise, header)) == list(map(normalise, train.header)):
+        return CsvTable(path, header, train.label, train.texts, read)
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
         choice = ColumnChoice(train.header[train.label], tuple(names))

@@ -176,22 +176,16 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor, out: Tensor) -> None
         image_rows.copy_(values).sub_(means).mul_(scales)
 
 
-def channel_statistics(
-    images: ImageSplit, decoder: FileDecoder | None = None
-) -> tuple[list[float], list[float]]:
+def channel_statistics(images: ImageSplit, decoder: FileDecoder) -> tuple[list[float], list[float]]:
     """Return the mean and standard deviation of each channel, of pixel values in 0..1.
 
     They are computed from up to 10,000 images, or 2,000 files, spread evenly over the split.
-
-    Args:
-        images: the split.
-        decoder: decodes files; None decodes them in this process.
     """
     most = STATISTICS_ROWS if images.files is None else STATISTICS_FILES
     rows = torch.linspace(0, len(images) - 1, min(len(images), most), dtype=torch.float64)
     parts = rows.long().unique().split(max(1, STATISTICS_PIXELS // images.size**2))
     tasks = (partial(count_values, images.reader(part)) for part in parts)
-    counts = sum((decoder or FileDecoder(workers=0)).run(tasks), torch.tensor(0)).double()
+    counts = sum(decoder.run(tasks), torch.tensor(0)).double()
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, mean_square = (counts @ each / counts.sum(1) for each in (values, values.square()))
     std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()

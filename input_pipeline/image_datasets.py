@@ -73,10 +73,9 @@ class ImageSplit:
 
     def select_rows(self, rows: Tensor) -> ImageSplit:
         """Return a split of the given rows, in that order."""
-        if self.pixels is not None:
-            return dataclasses.replace(self, labels=self.labels[rows], pixels=self.pixels[rows])
-        assert self.files is not None
-        return dataclasses.replace(self, labels=self.labels[rows], files=self.files[rows.numpy()])
+        pixels = None if self.pixels is None else self.pixels[rows]
+        files = None if self.files is None else self.files[rows.numpy()]
+        return dataclasses.replace(self, labels=self.labels[rows], pixels=pixels, files=files)
 
     def with_labels(self, labels: Tensor) -> ImageSplit:
         """Return the same rows with other labels."""
@@ -370,10 +369,6 @@ def read_image(
 def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) -> Image.Image:
     """Scale grey pixels of 16 bits to 8 bits; Pillow's own conversion would cut them off at 255.
 
-    Args:
-        image: in any mode.
-        path: its file, for the error message.
-        file_format: of the file, as Pillow names it.
     Raises:
         InputError: the pixels are floats or 32-bit integers, which have no common range.
     """

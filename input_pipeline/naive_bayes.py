@@ -27,10 +27,6 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
     naive Bayes on binary counts with add-one smoothing). df(t) is the number of rows of all classes
     that contain t.
 
-    Args:
-        data: the training split.
-        vocab_size: number of tokens of its tokenizer.
-        classes: number of classes.
     Returns:
         (vocab_size, classes) fp32 on the CPU; special tokens score 0.
     """

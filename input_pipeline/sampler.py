@@ -185,10 +185,6 @@ def stratified_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tens
 def held_out_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
     """Draw validation rows as `stratified_rows` does, but none of a class that has one row only.
 
-    Args:
-        labels: (rows,) class numbers.
-        fraction: the fraction to draw of each class, in (0, 1].
-        seed: seed of the draw.
     Returns:
         (validation rows, training rows), both sorted.
     Raises:

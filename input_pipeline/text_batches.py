@@ -25,7 +25,8 @@ LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8}
 """Batches are padded to a multiple of this length. A GPU's attention reads masks whose rows have a
 multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
 once for each length."""
-CHUNK_ROWS = 1024  # that are encoded together, in parallel; an encoding takes about 10 kB
+CHUNK_ROWS = 256  # that are encoded together, in parallel; a token takes 100 bytes meanwhile
+LONGEST_TOKEN = 1000  # characters; what lies beyond `max_len` of these is not encoded at all
 
 
 class TextDataset:
@@ -74,35 +75,27 @@ class TextDataset:
     def batches(
         self, row_batches: Sequence[Tensor], epoch: int | None = None
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield (tokens, labels) for each entry of `row_batches`, see `BatchedDataset`.
+        """Yield (tokens, labels) of each batch, without augmentation; see `BatchedDataset`.
 
-        Args:
-            row_batches: row numbers of each batch.
-            epoch: not used, as texts are not augmented.
         Yields:
             tokens: (batch, length) int32, where `length` is that of the longest row of the batch,
                 on a GPU rounded up to a multiple of 8; positions after a row's end hold `pad`.
             labels: (batch,) int64.
         """
         for rows in row_batches:
-            length = self.padded_length(rows)
+            column = torch.arange(self.padded_length(rows), device=self.device)
             device_rows = rows.to(self.device, non_blocking=True)
-            yield self.padded_tokens(device_rows, length), self.labels[device_rows]
+            is_padding = column >= self._device_lengths.index_select(0, device_rows)[:, None]
+            positions = self.starts.index_select(0, device_rows)[:, None] + column
+            positions.clamp_(max=len(self.tokens) - 1)  # padding after the last row
+            tokens = self.tokens.index_select(0, positions.flatten()).view(positions.shape)
+            yield tokens.masked_fill_(is_padding, self.pad), self.labels[device_rows]
 
     def padded_length(self, rows: Tensor) -> int:
         """Return the padded length of a batch of these rows."""
         multiple = LENGTH_MULTIPLE[self.device.type]
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)
-
-    def padded_tokens(self, rows: Tensor, length: int) -> Tensor:
-        """Gather the tokens of `rows` and pad them to `length`: (len(rows), length) int32."""
-        column = torch.arange(length, device=self.device)
-        is_padding = column >= self._device_lengths.index_select(0, rows)[:, None]
-        positions = self.starts.index_select(0, rows)[:, None] + column
-        positions.clamp_(max=len(self.tokens) - 1)  # padding after the last row
-        tokens = self.tokens.index_select(0, positions.flatten()).view(positions.shape)
-        return tokens.masked_fill_(is_padding, self.pad)
 
 
 def encode_rows(
@@ -113,20 +106,16 @@ def encode_rows(
     if isinstance(tokenizer, Tokenizer):
         tokenizer.enable_truncation(max_len)  # before a [SEP] is added
     for start in range(0, len(texts), CHUNK_ROWS):
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + CHUNK_ROWS]):
+        chunk = [text[: max_len * LONGEST_TOKEN] for text in texts[start : start + CHUNK_ROWS]]
+        for encoding in tokenizer.encode_batch_fast(chunk):
             yield array("i", encoding.ids[:max_len] or [pad])
 
 
 def encode_texts(
     texts: Sequence[str], tokenizer: AnyTokenizer, *, max_len: int, pad: int = PAD
 ) -> Tensor:
-    """Clean, tokenise and pad a few texts, for predictions.
+    """Clean, tokenise and pad a few raw texts as `TextDataset` does, for predictions.
 
-    Args:
-        texts: raw texts.
-        tokenizer: a trained tokenizer.
-        max_len: number of tokens kept of a text, [CLS] included.
-        pad: id of the tokens behind the end of a text.
     Returns:
         (len(texts), length) int32 on the CPU.
     """

@@ -222,9 +222,6 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
 
     They are in sorted order, numbers before words.
 
-    Args:
-        labels: the label of each row.
-        table: the file that they were read from.
     Raises:
         InputError: the labels are not those of a classification.
     """
@@ -256,10 +253,6 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
 def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
     """Convert a label to a class number.
 
-    Args:
-        label: of a row.
-        numbers: the class number of each known label.
-        path, row: where the label was read, for the error message.
     Raises:
         InputError: the label is not known.
     """
@@ -277,9 +270,6 @@ def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int
 def download_agnews(folder: Path, file: str) -> None:
     """Download one AG News file with a progress bar and verify its checksum.
 
-    Args:
-        folder: where to put the file.
-        file: a key of `AGNEWS_FILES`.
     Raises:
         InputError: the download failed; the message says how to go on without a network.
     """

@@ -86,10 +86,12 @@ def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     continuations = [f"##{letter}" for letter in letters]
     trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     trained.normalizer = normalizer
+    known = "".join(f"\\x{{{ord(letter):x}}}" for letter in letters)
+    patterns = (f"[^{known}\\s]", f".{{1,{LONGEST_WORD}}}")  # an unknown letter hides no known one
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.BertPreTokenizer(),
-            pre_tokenizers.Split(Regex(f".{{1,{LONGEST_WORD}}}"), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns),
         ]
     )
     trainer = trainers.WordPieceTrainer(

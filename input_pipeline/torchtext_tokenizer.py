@@ -68,10 +68,6 @@ def train(
 ) -> TorchtextTokenizer:
     """Learn a vocabulary of the most frequent words of `texts`.
 
-    Args:
-        texts: the texts of the training split.
-        vocab_size: number of tokens at most, special tokens included.
-        special_tokens: tokens that get the first ids.
     Raises:
         InputError: torchtext is not installed.
     """

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,8 +204,11 @@ def load_pretrained(
         for row, saved_row in rows.items():
             anew[row] = weights[name][saved_row]
         weights[name] = anew
+    complete: Any = OrderedDict(weights | {name: state[name] for name in kept if name in state})
+    # MNASNet asks for its version; without theirs, other modules rename what older files hold.
+    complete._metadata = {"": state._metadata[""]}  # type: ignore[attr-defined]
     try:
-        model.load_state_dict(weights | {name: state[name] for name in kept if name in state})
+        model.load_state_dict(complete)
     except RuntimeError as error:  # whose first line is a heading
         reason = " ".join(str(error).splitlines()[1:2]).strip()
         raise InputError(f"--weights {source}: not of this model ({flags}): {reason}") from None

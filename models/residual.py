@@ -15,11 +15,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 
-def run_directly(block: ResidualBlock, *inputs: Tensor) -> Tensor:
-    """Compute a block; its intermediate results are stored for the backward pass."""
-    return block.compute(*inputs)
-
-
 class ResidualBlock(nn.Module):
     """A shortcut and the layers that it bypasses.
 
@@ -29,7 +24,7 @@ class ResidualBlock(nn.Module):
     """
 
     compute: Callable[..., Tensor]
-    run: Callable[..., Tensor] = staticmethod(run_directly)
+    run: Callable[..., Tensor] = staticmethod(lambda block, *inputs: block.compute(*inputs))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.run(self, *inputs)

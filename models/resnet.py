@@ -166,14 +166,7 @@ class ResNet(ConvNormModule):
 
 
 def create_resnet(arch: str, *, classes: int, channels: int, image_size: int) -> ResNet:
-    """Create the ResNet of a name, in training mode.
-
-    Args:
-        arch: a key of `STAGES`.
-        classes: number of outputs.
-        channels: number of input channels.
-        image_size: height and width of the images in pixels.
-    """
+    """Create the ResNet of a key of `STAGES`, as `image_models.create_model` does."""
     kind, stages = STAGES[arch]
     is_family = len(stages) == 3  # 6n + 2
     return ResNet(

@@ -23,8 +23,9 @@ WHITENING_EPS = 5e-4  # added to the variances of patches; a constant colour has
 def patch_filters(images: Tensor) -> Tensor:
     """Return filters whose outputs on all patches of these images are uncorrelated, of variance 1.
 
-    They are the eigenvectors of the patches' covariance, divided by the standard deviations along
-    them, largest first, and then the negatives of all of them, since an activation follows.
+    The first half are the eigenvectors of the patches' covariance, each divided by the standard
+    deviation along it, the largest first. The second half are their negatives, whose outputs keep
+    the sign that the following activation cuts off.
 
     Args:
         images: (rows, channels, height, width).
@@ -59,10 +60,6 @@ class VGG8(nn.Module):
 
     The first layer's filters are a buffer, random until `set_whitening` is called; its biases are
     trained. Each 3x3 convolution starts by copying its input channels, as far as it has outputs.
-
-    Args:
-        classes: number of outputs.
-        channels: number of input channels.
     """
 
     filters: Tensor

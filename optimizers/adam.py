@@ -12,6 +12,7 @@ of Loshchilov and Hutter, arXiv:1711.05101):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ class AdamStep:
     weight_decay: float
     steps: Tensor  # t, () or of each tensor (tensors,); 0, of a skipped first step, counts as 1
     active: Tensor | None = None  # (), 0 where the step is skipped; None: it is not
+
+    @classmethod
+    def of(cls, group: dict[str, Any], steps: Tensor, *, active: Tensor | None) -> AdamStep:
+        """The step of a parameter group, with its hyper-parameters."""
+        return cls(group["betas"], group["eps"], group["weight_decay"], steps, active)
 
 
 def adam_updates(

@@ -27,10 +27,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """An optimizer that checks its hyper-parameters; subclasses implement `_apply_step`.
 
     Raises:
-        ValueError: a hyper-parameter of a group is out of its range.
+        ValueError: a hyper-parameter of a group is out of its range, or a group is on several
+            devices.
     """
 
     own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
+    needs_one_device = False  # whether all parameters of a group must lie on one
 
     @abstractmethod
     def _apply_step(self) -> None:
@@ -43,9 +45,14 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 name = type(self).__name__
                 raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
         super().add_param_group(param_group)
+        devices = {parameter.device for parameter in self.param_groups[-1]["params"]}
+        if self.needs_one_device and len(devices) > 1:
+            del self.param_groups[-1]
+            name = type(self).__name__
+            raise ValueError(f"{name}: a group on several devices; give one for each")
 
     def held(self, *names: str) -> list[Any]:
-        """All parameters, and their states of these names; None where there is none yet."""
+        """All parameters, then their states of these names; None for one that does not exist."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = [self.state.get(p, {}) for p in parameters]
         return [*parameters, *(state.get(name) for name in names for state in states)]

@@ -56,10 +56,6 @@ class FlatLayout:
             views.append(buffer.as_strided(tensor.shape, like.stride(), start * self.width))
         return views
 
-    def rows_of(self, index: int) -> slice:
-        """Returns the rows of the tensor with this index."""
-        return slice(self.starts[index], self.starts[index] + self.counts[index])
-
     def tensor_of_row(self) -> Tensor:
         """Returns for each row the index of the tensor it belongs to, shape (rows,)."""
         indices = torch.arange(len(self.tensors), device=self.device)

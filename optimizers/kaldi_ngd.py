@@ -290,12 +290,7 @@ def load_estimate(
 ) -> Estimate:
     """Returns the estimate of an axis of all parameters, anew where its rank is not this one.
 
-    Args:
-        states: of each parameter.
-        axis: its number.
-        dim: its length.
-        rank: of the estimate, at most.
-        like: a tensor of the dtype and on the device of R.
+    R has the dtype of `like`, and is on its device.
     """
     rank = min((dim + 1) // 2, rank)
     if missing := [s for s in states if len(s.get(f"axis{axis}_R", ())) != rank]:
@@ -305,7 +300,8 @@ def load_estimate(
             for name, initial in zip(Estimate._fields, (R, zeros, zeros, zeros[0, 0])):
                 state[f"axis{axis}_{name}"] = initial.clone()
     rows = [[state[f"axis{axis}_{name}"] for state in states] for name in Estimate._fields]
-    return Estimate(*map(torch.stack, rows))
+    R, *others = map(torch.stack, rows)
+    return Estimate(R.to(like.dtype), *others)  # a loaded R may have another dtype
 
 
 def store_estimate(states: Sequence[dict[str, Any]], axis: int, estimate: Estimate) -> None:

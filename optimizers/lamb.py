@@ -40,8 +40,10 @@ class LAMB(GradScalerOptimizer):
         weight_decay: within the update, so that the trust ratio holds for both together.
 
     Raises:
-        ValueError: a hyper-parameter is out of its range.
+        ValueError: a hyper-parameter is out of its range, or a group is on several devices.
     """
+
+    needs_one_device = True
 
     def __init__(
         self,
@@ -69,13 +71,7 @@ class LAMB(GradScalerOptimizer):
             device = parameters[0].device
             steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
             steps += 1 if active is None else active
-            adam = AdamStep(
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                steps=steps,
-                active=active,
-            )
+            adam = AdamStep.of(group, steps, active=active)
             updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
             layers = [each for each in zip(parameters, updates) if each[0].ndim > 1]
             if layers:

@@ -45,10 +45,11 @@ class LARS(GradScalerOptimizer):
         clip: cap the layers' rates at lr (LARC).
 
     Raises:
-        ValueError: a hyper-parameter is out of its range.
+        ValueError: a hyper-parameter is out of its range, or a group is on several devices.
     """
 
     own_ranges = {"trust_coefficient": lambda coefficient: coefficient > 0}
+    needs_one_device = True
 
     def __init__(
         self,

@@ -91,8 +91,8 @@ def inverse_square_root(M: Tensor) -> Tensor:
 def inverse(A: Tensor) -> Tensor:
     """Computes the inverses of symmetric positive definite matrices (..., n, n).
 
-    They come from Cholesky's factors: for LU factors of many matrices torch's library for GPUs may
-    make the host wait. What is not positive definite has an inverse without meaning, or NaN.
+    Cholesky's factors give them, since LU factors of many matrices on a GPU may make the host wait.
+    A matrix that is not positive definite has NaN or a meaningless inverse.
     """
     L, _ = torch.linalg.cholesky_ex(A)
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)

@@ -15,7 +15,14 @@ from optimizers.param_groups import optimizer_groups
 
 __all__ = ["FP32", "build_optimizer", "make_trainer"]
 
-make_trainer = step_trainer
+
+def make_trainer(
+    *parts: Any, loss_fn: Any = None, meta_learner: Any = None, **settings: Any
+) -> Any:
+    """A trainer of single steps, also with a loss and a learner that no benchmark has."""
+    trainer = step_trainer(*parts, **settings)
+    trainer.loss_fn, trainer.meta_learner = loss_fn or trainer.loss_fn, meta_learner
+    return trainer
 
 
 def build_optimizer(
@@ -24,6 +31,13 @@ def build_optimizer(
     """The optimizer of that name over all parameters, as the entry scripts make it."""
     groups = optimizer_groups(name, model, weight_decay)
     return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)
+
+
+def trainer_of(model: nn.Module, world: Any, **settings: Any) -> Any:
+    """A trainer of steps of SGD, whose model is wrapped for data parallelism."""
+    trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), world, **settings)
+    trainer.wrap_model()
+    return trainer
 
 
 def text_model(depth: int = 1, **settings: Any) -> nn.Module:

@@ -15,6 +15,7 @@ object by `plan`, `start_epoch` and `end_epoch`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -228,17 +229,22 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
             seconds: this rank's time for all steps.
             compute_seconds: the same without waiting for other ranks, for the balancer; None is
                 `seconds`.
-            noise: the arguments of `NoiseScale.observe`, or None where they were not measured.
+            noise: the arguments of `NoiseScale.observe`, for a rule their mean over the ranks; None
+                where they were not measured.
         Returns:
             What the epoch's row in metrics.jsonl says of its batches.
         """
         row: dict[str, Any] = {}
         compute_seconds = seconds if compute_seconds is None else compute_seconds
-        if noise is not None:
-            row["noise_scale"] = self.noise_scale = self.noise.observe(**noise)
+        measured = [] if noise is None else list(noise.values())
+        of_ranks = [[loss, seconds, compute_seconds, *measured]]
         if self.changes:
-            of_ranks = self.world.all_gather([loss, seconds, compute_seconds])
-            losses, times, computed = zip(*of_ranks)
+            of_ranks = self.world.all_gather(of_ranks[0])
+        losses, times, computed, *columns = zip(*of_ranks)
+        if noise is not None:
+            means = (statistics.fmean(each) if len({*each}) > 1 else each[0] for each in columns)
+            row["noise_scale"] = self.noise_scale = self.noise.observe(**dict(zip(noise, means)))
+        if self.changes:
             if self.rule is not None:
                 loss, slowest = losses[0], max(times)
                 self.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
@@ -282,7 +288,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """
         self.noise.load_state_dict(state["noise"])
         self.noise_scale, self.decided = state["noise_scale"], state["decided"]
-        self.first_step = state.get("first_step", 0)
         rule, stored_rule = self.rule, state["rule"]
         if rule is not None and stored_rule.get("kind") == type(rule).__name__:
             rule.load_state_dict(stored_rule)
@@ -298,6 +303,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
             self.balancer.load_state_dict(state)
             same_size = sum(state["shares"]) == self.size
             self.shares = list(state["shares"]) if same_size else self.share_out(self.size)
+        self.first_step = state.get("first_step", 0) * state["size"] // self.size
 
 
 def this_world() -> World:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import InputError, first_line, last_line
 from training.atomic_file import atomic_write
@@ -186,6 +186,11 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
     Raises:
         InputError: the state does not fit, so the flags are not those of the run that wrote it.
     """
+    if isinstance(target, nn.Module):
+        versioned = target.state_dict()
+        versioned.clear()  # but for the versions of its modules, which MNASNet asks for
+        versioned.update(state)
+        state = versioned
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:

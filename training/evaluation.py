@@ -18,6 +18,7 @@ from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import fsdp
 from distributed.world import World
+from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from training.progress_bar import progress_bar
 
@@ -56,26 +57,41 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on a set, of which each rank takes a share; one read of the device.
 
-    The model runs eagerly, also where it is compiled for training.
+    The model runs eagerly, also where it is compiled for training, and on parts of a batch where a
+    GPU has no memory for it.
 
     Args:
         count_classes: number of classes whose confusion is counted; 0 counts none.
         title: with one, rank 0 shows a progress bar over its share.
+    Raises:
+        InputError: a GPU has no memory for one sample, or for a batch of a sharded model.
     """
     model.eval()
     lengths = data.lengths
     order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
     plan = [rows for rows in order[world.rank :: world.size].split(batch_size) if len(rows)]
     mine, total = len(plan), sum(map(len, plan))
-    if any(map(fsdp.is_sharded, model.modules())):
+    is_sharded = any(map(fsdp.is_sharded, model.modules()))
+    if is_sharded:
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, top 5, samples
+    rows = batch_size  # that the model takes at a time
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
     with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:
         for number, (inputs, labels) in enumerate(data.batches(plan)):
-            with precision.autocast(), without_compilation():
-                logits = model(inputs).float()
+            logits = None
+            while logits is None:
+                try:
+                    with precision.autocast(), without_compilation():
+                        logits = torch.cat([model(part).float() for part in inputs.split(rows)])
+                except torch.cuda.OutOfMemoryError:
+                    if rows == 1 or is_sharded:
+                        raise InputError(
+                            f"out of memory in an evaluation with {rows} samples of a process; "
+                            "use a smaller model or image, or another device"
+                        ) from None
+                    rows = -(-rows // 2)
             if number >= mine:
                 continue
             predicted = logits.argmax(1)

@@ -23,6 +23,7 @@ SUFFIXES = (".jsonl", ".csv")
 MOST_LIKELY = 3  # classes that a printed prediction names
 LONGEST_TEXT = 60  # characters of a text that a printed prediction repeats
 DECIMALS = 6  # of a probability in a file
+ROWS_AT_ONCE = 256  # a device may not have the memory for a whole batch of the training
 
 
 @dataclass(frozen=True)

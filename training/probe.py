@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 STATE_TENSORS = 2  # of an optimizer for each weight, with its size, as AdamW and LAMB have them
-GRAPH_MARGIN = 0.1  # of the GPU's memory: a recorded step cannot be cut further when it runs out
+# Of the GPU's memory. A recorded step keeps its own, and cannot be cut when memory runs out; the
+# first steps of another shape of batch are computed beside it.
+GRAPH_MARGIN = 0.5
 
 
 def fit_memory(trainer: Trainer) -> None:
@@ -38,6 +40,7 @@ def fit_memory(trainer: Trainer) -> None:
         try_batch(trainer, trainer.model, inputs, labels)
     reserved.clear()
     torch.cuda.empty_cache()  # a graph's own memory cannot come from what torch keeps
+    torch.cuda.reset_peak_memory_stats(trainer.world.device)  # of which a run reports its own
 
 
 def reserve_memory(trainer: Trainer) -> list[Tensor]:

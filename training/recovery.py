@@ -87,8 +87,6 @@ def check_last_epoch(rows: Sequence[Row]) -> None:
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:
     """Return to the last checkpoint with half the learning rate.
 
-    Args:
-        restore_last: loads the last checkpoint.
     Raises:
         NonFiniteLoss: it has been done too often.
     """

@@ -46,12 +46,7 @@ def latest_run(script: str, launcher: str | None = None) -> Path | None:
 
 
 def is_run_of(launcher: str, folder: Path) -> bool:
-    """Whether the job of this launcher was the last one to write to a run folder.
-
-    Args:
-        launcher: as of `distributed.worker.launcher_id`.
-        folder: the run folder, which need not be there.
-    """
+    """Whether the job of this `launcher_id` was the last to write to a folder, if it is there."""
     return bool(launcher) and launcher in read_config(folder).get("launchers", [])
 
 
@@ -132,14 +127,16 @@ def open_run_folder(
     def reserve() -> Path:
         folder = make_run_folder(out, script)
         locks.append(lock_run_folder(folder))
-        check_overwritten(out, state)  # again: another run may have ended in the meantime
+        check_overwritten(out, state, again=True)  # another run may have ended in the meantime
         return folder
 
     folder = on_main(world, reserve)
     return folder, locks[0] if locks else None
 
 
-def check_overwritten(out: str | None, state: Mapping[str, Any] | None) -> None:
+def check_overwritten(
+    out: str | None, state: Mapping[str, Any] | None, *, again: bool = False
+) -> None:
     """Check that a run does not overwrite what it is not a part of.
 
     A job that torchrun has restarted goes on with what it wrote before.
@@ -147,6 +144,7 @@ def check_overwritten(out: str | None, state: Mapping[str, Any] | None) -> None:
     Args:
         out: the run folder, or None for a new one.
         state: the checkpoint that the run goes on from, or None.
+        again: some time after it was read, so that its file may have been written anew.
     Raises:
         InputError: the run folder holds another run, or the same run at a later step.
     """
@@ -155,14 +153,15 @@ def check_overwritten(out: str | None, state: Mapping[str, Any] | None) -> None:
     folder, source = Path(out), Path(state["file"] if state else "")
     if state is None or source.resolve().parent != folder.resolve():
         is_own = is_restarted() and is_run_of(launcher_id(), folder)
-        if (folder / "metrics.jsonl").exists() and not is_own:
+        holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
+        if holds_run and not is_own:
             raise InputError(
                 f"--out {folder} already holds a run: choose another folder, or go on with that "
                 "run by --resume"
             )
         return
     for path in latest_files(folder):
-        if path.samefile(source):
+        if path.samefile(source) and not again:
             return
         later = read_progress(path)
         if later is not None and later["step"] > state["progress"]["step"]:
@@ -171,3 +170,5 @@ def check_overwritten(out: str | None, state: Mapping[str, Any] | None) -> None:
                 f"{later['step']} ({path.name}), which training on from there would overwrite; "
                 "give --out with another folder"
             )
+        if path.samefile(source):
+            return

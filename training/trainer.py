@@ -17,6 +17,7 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -49,7 +50,7 @@ from training.progress import EarlyStop, Progress
 from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
-from training.step_stats import ComputeTimer, NoiseMeter, StepSums, TrainClock
+from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
 from training.weight_average import WeightAverage
 
 MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
@@ -427,7 +428,7 @@ class Trainer:
         try:
             evaluated = self.evaluate_if_due()
         except InputError:  # a broken file of the evaluation set costs no epoch
-            if self.world.size == 1:
+            if self.world.size == 1 and not self.may_have_diverged(totals):
                 train_state.save(self)
             raise
         row = epoch_row(self, totals, evaluated=evaluated)
@@ -453,7 +454,11 @@ class Trainer:
         previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
         self.world.traffic = Traffic()
         self.sums.start_epoch()
-        train_state.save(self, previous_best=previous_best)
+        has_trained = self.scaler.is_enabled() or math.isfinite(row["train_loss"])
+        if not self.may_have_diverged(totals) or (self.is_over() and has_trained):
+            train_state.save(self, previous_best=previous_best)
+        elif previous_best is not None:  # the epoch is done anew after a return
+            progress.best = previous_best
         self.log.epoch(progress.rows)
 
     def evaluate_if_due(self) -> dict[str, float | None]:
@@ -527,6 +532,10 @@ class Trainer:
         if totals.samples:
             self.log.status(bar, self.progress, totals, steps=self.batches.steps())
 
+    def may_have_diverged(self, totals: StepTotals) -> bool:
+        """Whether the last step was skipped; with fp16, which finds its scale so, the last two."""
+        return totals.skipped_in_a_row > self.scaler.is_enabled()
+
     def statistics(self) -> list[Tensor]:
         """BatchNorm's running statistics, of the averaged weights as well."""
         models = [self.model, *([self.average.model] if self.average is not None else [])]
@@ -584,9 +593,10 @@ class Trainer:
         self.vote.finish()
         folder, script = self.log.folder, self.metadata["script"]
         with self.world.waiting_at_most(self.world.limits.start):
-            if all(self.world.all_gather(bool(checkpoint.latest_files(folder)))):
-                content = checkpoint.load(folder, script)
-            else:
+            content = checkpoint.load(folder, script) if checkpoint.latest_files(folder) else {}
+            seconds = content.get("progress", {}).get("seconds")  # which no two checkpoints share
+            found = self.world.all_gather(seconds)
+            if None in found or len(set(found)) > 1:
                 content = on_main(self.world, lambda: checkpoint.load(folder, script))
         if "warning" in content:
             self.log.info(content["warning"])
@@ -599,6 +609,7 @@ class Trainer:
         Raises:
             Interrupted: always.
         """
+        self.guard_statistics(int(self.sums.read().skipped))
         train_state.save(self)
         epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch
         kept = "could not be written, an older one is kept, if there is one"

@@ -63,8 +63,6 @@ class RaceConfig(SweepConfig):
         common = ["--epochs", str(epochs), "--eval_every", str(epochs)]  # a single evaluation
         if not in_full:
             common += ["--val_fraction", str(self.val_fraction), "--no-test"]
-        if "baseline" not in self.script.given:
-            common.append("--no-baseline")
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
         settings["held_out"] = self.val_fraction
@@ -138,8 +136,7 @@ def run_arms(config: RaceConfig) -> None:
         plan = make_plan(config)
         config.sweep(plan.epochs).script.check([])
         atomic_write_text(file, json.dumps(asdict(plan)))
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    plan = Plan(stored["trials"], stored["epochs"])
+    plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
     values: list[dict[str, Any]] = []
     tried: dict[str, dict[float, Row]] = {arm.name: {} for arm in config.arms}
     while len(values) < plan.trials * len(config.arms):

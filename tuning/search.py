@@ -124,7 +124,8 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
 
 def trial_arguments(config: SweepConfig) -> list[str]:
     """Return the arguments that all trials share, with those that the sweep sets."""
-    arguments = [*config.script.arguments, "--eval_every", "1"]  # a recipe may have another one
+    # A recipe may have another --eval_every; a --baseline that is given comes later.
+    arguments = ["--no-baseline", *config.script.arguments, "--eval_every", "1"]
     if config.val_fraction:
         arguments += ["--val_fraction", str(config.val_fraction), "--no-test"]
     if "threads" not in config.script.given:

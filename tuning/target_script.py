@@ -103,7 +103,8 @@ class TargetScript:
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe fixes of a trial: the shared flags and the searched values."""
         parser = script_parser(self.file)
-        searched = {flag.name for name in params if (flag := parser.find(name)) is not None}
+        found = filter(None, map(parser.find, params))
+        searched = {flag.name for flag in found if flag.type is not setting}
         shared = {
             name: value
             for name, value in self.given.items()

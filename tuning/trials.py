@@ -35,7 +35,7 @@ START = "-- start"  # a line of console.log; an error before it was that of an e
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
 # Loaded at import: a forked child of a process with threads must not load a library.
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+LIBC = ctypes.CDLL(None)
 
 
 class TrialFailed(Exception):
@@ -185,8 +185,7 @@ def terminate(process: subprocess.Popen[str]) -> None:
 
 def die_with_parent() -> None:
     """Ask Linux, in the child process, for a SIGTERM when the sweep is killed."""
-    if LIBC is not None:
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of sys/prctl.h
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of sys/prctl.h
 
 
 def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:

@@ -13,6 +13,7 @@ import conftest
 import resnet50_test
 import transformer_test
 from input_pipeline.baseline import image_baseline, text_baseline
+from input_pipeline.image_batches import FileDecoder
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.stored_texts import StoredTexts
 from input_pipeline.text_datasets import TextSplit
@@ -46,13 +47,19 @@ def test_baselines_find_what_a_linear_model_can():
     pixels = torch.randint(200, (200, 9, 9, 3), generator=generator, dtype=torch.uint8)
     pixels[labels == 1, :, :4] += 55
     images = ImageSplit(labels, pixels, size=9)
-    found = image_baseline(images, images.select_rows(torch.arange(101)))
+    some = images.select_rows(torch.arange(101))
+    found = image_baseline(images, some, decoder=FileDecoder(0))
     assert found.accuracy > 0.95
     assert found.largest_class == 51 / 101
     stored = StoredTexts()
-    for text in ["oil up", "goal, late", "a goal"] * 20:
+    for text in ["oil up \u6cb9\u4ef7", "goal, late", "a goal \u8fdb\u7403"] * 20 + [
+        "\u6cb9\u7530"
+    ]:
         stored.append(text)
-    texts = TextSplit([0, 1, 1] * 20, stored)
+    texts = TextSplit([0, 1, 1] * 20 + [0], stored)
     assert text_baseline(texts, texts).accuracy == 1.0
+    assert text_baseline(texts.select_rows(range(60)), texts).accuracy == 1.0, (
+        "a word of one letter"
+    )
     one_class = texts.select_rows([1, 2])
-    assert text_baseline(one_class, texts).accuracy == pytest.approx(2 / 3)
+    assert text_baseline(one_class, texts).accuracy == pytest.approx(40 / 61)

@@ -15,6 +15,7 @@ from distributed.agreement import report_restart
 from distributed.worker import FAILURE, launcher_id
 from distributed.world import World
 from errors import InputError
+from training.run_folder import check_overwritten
 
 SMALL = "--dataset digits --arch resnet20 --epochs 3 --device cpu".split()
 
@@ -100,9 +101,14 @@ def test_resume_auto_goes_on_where_out_holds_a_checkpoint_and_starts_where_it_do
     own = copy_run(runs["images"], "mine", "another-job")
     for where in (["--out", "mine"], ["--recipe", "recipe.yaml"]):
         assert parse("--resume", "auto", *where) == ("mine", str(own / "last.pt"))
+    state = {"file": str(own / "last.pt"), "progress": {"step": 0}}
+    with pytest.raises(InputError, match="gone on to step"):  # it has been written since
+        check_overwritten("mine", state, again=True)
     delete_checkpoints(own)
-    with pytest.raises(InputError, match="already holds a run"):
-        parse("--resume", "auto", "--out", "mine")
+    for _ in range(2):
+        with pytest.raises(InputError, match="already holds a run"):
+            parse("--resume", "auto", "--out", "mine")
+        (own / "metrics.jsonl").unlink(missing_ok=True)  # best.pt is still there
 
 
 def test_a_restart_is_told_by_the_process_that_failed_first(restarted, monkeypatch, capsys):

@@ -24,7 +24,7 @@ from figures import run_logs
 def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "commit_or_none", lambda: "abc-dirty")
     args = bench.parser(None).parse_args(["--json", str(tmp_path / "a.json")])
-    short = bench.Bar("speed", measured=1.0, target=2.0)
+    short = bench.Bar("speed", measured=1.0, wanted=2.0)
     assert errors.exit_code(lambda: bench.finish(args, [short], machine="m")) == 1
     assert json.loads((tmp_path / "a.json").read_text())["commit"] == "abc-dirty"
     assert errors.exit_code(lambda: bench.finish(args, [], machine="m")) == 0
@@ -43,12 +43,12 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     folder = Path(f"/proc/{remote.process.pid}")
     try:
         for _ in range(2):
-            assert 0 < remote.rate(0.001) < 1000
+            assert 0 < remote.ask("rate", 0.001) < 1000
             end = time.monotonic() + 10
             while (folder / "stat").read_text().rpartition(")")[2].split()[0] != "T":
                 assert time.monotonic() < end
         with pytest.raises(errors.InputError, match="has ended; its message is above"):
-            remote.rate(1)
+            remote.ask("rate", 1)
     finally:
         remote.close()
     assert not remote.process.is_alive()

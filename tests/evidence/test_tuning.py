@@ -300,6 +300,7 @@ LINEAR = {"optimizer": "sgd", "lr_scaling": "linear", "base_bs": 256}
         ("--bs 512 --lr_scaling sqrt --base_bs 96", {"lr": 0.1}, 1, {"batch_size": 512, **SCALED}),
         ("--recipe given.yaml", {"nesterov": False}, 1, {"arch": "resnet20"}),
         ("--meta_learning --subset 0.1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
+        ("--crop_fill reflect", {"crop_pad": 2}, 1, {"augment_args": {"fill": "reflect"}}),
     ],
 )
 def test_a_recipe_holds_what_the_best_trial_had(flags, params, nproc, expected, here):

@@ -199,13 +199,16 @@ def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_CPUS_PER_TASK": "8",
     }
-    given = "--bs 256 --out mine", "--bs 256 --resume runs/a"
-    both = "; ".join(f'bash "$0" resnet50_test.py {flags}' for flags in given)
-    words = ["bash", "-c", both, str(spooled)]
+    given = "--bs 256 --out mine", "--bs 256 --resume runs/a --out runs/b", "--bs 8"
+    jobs = [f'bash "$0" resnet50_test.py {flags}' for flags in given]
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    (tmp_path / "runs" / "b" / "last.pt").touch()
+    words = ["bash", "-c", "; ".join([*jobs, f"SLURM_RESTART_COUNT=1 {jobs[1]}"]), str(spooled)]
     console = ranks.finish(ranks.start(words, tmp_path, cold=True, **variables), tmp_path)
-    first = f"--out runs/resnet50_test-77 --resume auto {given[0]}"
-    expected = [(0, first), (1, first), (0, given[1]), (1, given[1])]
-    for (rank, flags), line in zip(expected, console.splitlines(), strict=True):
+    out, auto = "--out runs/resnet50_test-77", "--resume auto"
+    given = [f"{out} {auto} {given[0]}", given[1], f"{out} {given[2]}", f"{given[1]} {auto}"]
+    expected = itertools.product(given, (0, 1))
+    for (flags, rank), line in zip(expected, console.splitlines(), strict=True):
         assert line == (
             f"8 {ranks.ROOT}/distributed/launch.py --nnodes 2 --node_rank {rank} --master_addr n7 "
             "--master_port 20077 --nproc_per_node 4 --max_restarts 0 "
@@ -217,7 +220,8 @@ def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder
 
 
 def exit_with(words: list[str], console: Path) -> None:
-    """Become a launcher with these words."""
+    """Become a launcher with these words, to whom nothing happens when a terminal is closed."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with open(console, "a") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -228,7 +232,7 @@ def exit_with(words: list[str], console: Path) -> None:
     ("script", "code"),
     [
         ("exit 0", 0),
-        ('[ "$RANK" = 0 ] && exec sleep 60; exit 3', 3),
+        ('[ "$RANK" = 0 ] && exec sleep 60; kill -HUP $$$$ $PPID; sleep 1; exit 3', 3),
         ('[ "$RANK" = 0 ] && exec sleep 60; kill -9 $$$$', 137),  # torchrun halves each $$
     ],
 )

@@ -99,11 +99,12 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
 def test_a_resume_with_other_data_is_reported_or_refused(here):
     data = write_images(here / "data", "ab", rows=8, size=8)
     flags = "--dataset folder --arch resnet8 --bs 4 --threads 1 --data_dir data --out run"
-    run(resnet50_test, flags, "--epochs 1 --val_fraction 0.25")
+    run(resnet50_test, flags, "--epochs 1 --val_fraction 0.25 --no-test")
     (data / "train" / "a" / "00.png").unlink()
-    console = run(resnet50_test, "--resume run --data_dir data --epochs 2")
-    assert "not that of the checkpoint's run: the train split had {'rows': 16, " in console
-    assert "the data changed: the run has trained on some of the rows now held out" in console
+    for words in ("--checkpoint run --evaluate", "--resume run --epochs 2"):
+        console = run(resnet50_test, words, "--data_dir data")
+        assert "not that of the checkpoint's run: the train split had {'rows': 16, " in console
+        assert "the data changed: the run has trained on some of the rows now held out" in console
     shutil.rmtree(data)
     console = run(resnet50_test, "--resume run --dataset digits", code=2)
     assert "trained on other classes" in console

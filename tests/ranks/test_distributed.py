@@ -13,18 +13,11 @@ from torch.nn import functional as F
 import ranks
 from distributed import world
 from distributed.world import StopVote, World
-from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
+from trainers import flat, make_trainer, text_batch, text_model, trainer_of
 from training import probe
 from training.losses import CrossEntropy
 from training.progress import device_hours
 from training.step_stats import StepSums
-from training.trainer import Trainer
-
-
-def trainer_of(model: nn.Module, world: World, **options) -> Trainer:
-    trainer = make_trainer(model, build_optimizer(model, "sgd", 0.1), world, **options)
-    trainer.wrap_model()
-    return trainer
 
 
 def gradients_equal_those_of_one_process(world, rows, accumulate):
@@ -39,11 +32,6 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
         trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine])
         for (name, expected), given in zip(alone.named_parameters(), model.parameters()):
             torch.testing.assert_close(given.grad, expected.grad, rtol=1e-6, atol=1e-9, msg=name)
-
-
-def test_micro_batches_of_unequal_size_have_the_gradient_of_the_whole():
-    for splits in (2, 3, 5):
-        gradients_equal_those_of_one_process(World(), 13, splits)
 
 
 def memory_loss(limit: int):
@@ -106,10 +94,6 @@ def sums_and_votes(world):
     assert world.all_gather(world.rank) == list(range(world.size))
     assert world.broadcast(f"from {world.rank}") == "from 0"
     assert world.gather(world.rank) == (list(range(world.size)) if world.is_main else [])
-    norm = nn.BatchNorm1d(3)
-    norm.running_mean.fill_(float(world.rank))
-    world.average_buffers(norm)
-    assert norm.running_mean.tolist() == [(world.size - 1) / 2] * 3
     vote = StopVote(world)
     answers = [vote.ask(world.rank == 1 and step == 2) for step in range(6)]
     assert [step for step, answer in enumerate(answers) if answer] == [3], "a step late, on all"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -11,16 +10,12 @@ import ranks
 import resnet50_test
 from conftest import each_of, run
 from figures import report
+from optimizer_cases import assert_same
 from test_training import DIGITS
 from training.epoch_report import is_evaluated
 from training.run_log import RunLog
 
 FLAGS = f"{DIGITS} --epochs 5 --lr 0.05 --seed 3"
-
-
-def same_weights(one: Path, other: Path) -> None:
-    first, second = ranks.weights(one), ranks.weights(other)
-    assert all(first[name].equal(second[name]) for name in first)
 
 
 def test_evaluating_less_often_changes_no_weight(here):
@@ -34,7 +29,7 @@ def test_evaluating_less_often_changes_no_weight(here):
         given = {key: value for key, value in other.items() if value is not None}
         assert given == {key: row[key] for key in given}
         assert len(row) - len(given) == (0 if is_evaluated(other) else 4)
-    same_weights(here / "each", here / "second")
+    assert_same(ranks.weights(here / "each"), ranks.weights(here / "second"))
     best = max(filter(is_evaluated, second), key=lambda row: row["test_accuracy"])
     assert f"best.pt: epoch {best['epoch']}, " in console
     assert console.count("test %") == 1, "an empty column is no other table"
@@ -66,5 +61,5 @@ def test_ranks_agree_as_often_without_evaluating(more, tmp_path):
     for folder in (one, other):
         words = f"{DIGITS} --epochs 4 {more} --eval_every {folder.name[-1]} --out {folder}"
         ranks.run(f"resnet50_test.py {words}", tmp_path, 2)
-    same_weights(one, other)
+    assert_same(ranks.weights(one), ranks.weights(other))
     assert ranks.metrics(one)[-1] == ranks.metrics(other)[-1]

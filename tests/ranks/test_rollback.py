@@ -59,6 +59,7 @@ def test_a_run_goes_back_within_the_first_epoch(size, tmp_path):
         [row] = ranks.metrics(folder / "run")
         assert row["samples"] == 719
         assert row["skipped_steps"] == 0
+        assert ("shares" in row) == ("balance" in way)
         assert 0 < row["train_loss"] < 3
 
     ways = WAYS if size > 1 else [f"--optimizer {name}" for name in OPTIMIZERS]

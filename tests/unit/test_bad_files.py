@@ -36,6 +36,11 @@ WRONG_RECIPES = [
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
     (b"out: ''", "--out: the value is empty"),
+    (b"nestrov: false", "did you mean --no-nesterov?"),
+    (b"lr: true", "expected one argument"),
+    (b"fuse: 3", "3: this is neither a flag"),
+    (b"lr: -1", "must be above 0"),
+    (b"ngd: no", "which optimizer instead"),
     *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
 ]
 
@@ -99,17 +104,6 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_pa
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
     cases = [(name, extra.format(**copies), names) for name, extra, names in UNFIT]
     for_each(cases, lambda *case: refused(*case, base="--device cpu --threads 1"))
-
-
-def change_flags(path: Path, **values: object) -> None:
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "flags": state["flags"] | values}, path)
-
-
-def test_settings_of_a_checkpoint_that_do_not_go_together_are_named(runs, refused, tmp_path):
-    shutil.copytree(runs["texts"], tmp_path / "texts")
-    change_flags(tmp_path / "texts" / "last.pt", model_args={"heads": 3})
-    refused("texts", "--checkpoint texts --evaluate", "must be divisible by heads=3", base="")
 
 
 # -------------------------------------------------------------------- data

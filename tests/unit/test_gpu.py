@@ -6,9 +6,6 @@ on a GPU that is not there.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -19,24 +16,13 @@ import resnet50_test
 from backends.precision import Precision
 from conftest import each_of, needs_gpu
 from distributed.world import World
-from input_pipeline.augmentation import crop_flip
+from input_pipeline.augmentation import Augmentation
 from optimizer_cases import set_gradients
 from trainers import build_optimizer, flat, image_network, make_trainer
 
 GPU = torch.device("cuda", 0)
 FP32 = Precision("fp32", "cuda")
 OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """torch raises where the host waits for the GPU."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -62,10 +48,14 @@ def test_steps_do_not_wait_for_the_gpu(name):
     inputs, labels = (tensor.to(GPU) for tensor in batch(0))
     for _ in range(3):
         trainer.train_step(inputs, labels)
-    with no_waiting():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # torch raises where the host waits for the GPU
+    try:
         for number in range(10):
             trainer.set_lr(0.01 / (1 + number))
             trainer.train_step(inputs, labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert trainer.sums.totals(World()).samples == 13 * 8
 
 
@@ -98,8 +88,8 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
     partner = torch.randperm(16, generator=generator)
     results = []
     for place in ("cpu", GPU):
-        settings = {"flips": flips.to(place), "pad": 2, "reflect": reflect}
-        cropped = crop_flip(pixels.to(place), offsets.to(place), **settings)
+        crops = Augmentation(2, True, fill="reflect" if reflect else "black")
+        cropped = crops.crop(pixels.to(place), offsets.to(place), flips.to(place))
         mix = mixup.Mix(partner.to(place), torch.ones(16, device=place), box=(1, 5, 2, 7))
         images = cropped.permute(0, 3, 1, 2).float()
         results.append((cropped.cpu(), mixup.blend(images, mix).cpu()))

@@ -18,7 +18,7 @@ from conftest import each_of, needs_gpu
 from distributed.world import World
 from errors import InputError
 from models.image_models import create_model
-from trainers import build_optimizer, make_trainer
+from trainers import build_optimizer, flat, make_trainer
 from training import train_state
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.trainer import Trainer
@@ -55,17 +55,9 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
     optimizer = build_optimizer(model, name, RATES[name], 1e-3)
-    precision = Precision("fp32", device)
-    return make_trainer(
-        model,
-        optimizer,
-        World(device=torch.device(device)),
-        loss_fn=loss_fn or CrossEntropy(0.1),
-        precision=precision,
-        accumulation_steps=2,
-        max_grad_norm=1.0,
-        record_cuda_graph=graph,
-    )
+    settings = {"accumulation_steps": 2, "max_grad_norm": 1.0, "record_cuda_graph": graph}
+    settings |= {"loss_fn": loss_fn or CrossEntropy(0.1), "precision": Precision("fp32", device)}
+    return make_trainer(model, optimizer, World(device=torch.device(device)), **settings)
 
 
 def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,8 +65,7 @@ def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tens
     for number, (x, y) in enumerate(batches(device)):
         trainer.set_lr(trainer.optimizer.defaults["lr"] / (1 + number))
         trainer.train_step(x * float("nan") if number in (1, 9) else x, y)
-    weights = torch.cat([p.detach().flatten() for p in trainer.parameters])
-    return weights.cpu(), trainer.sums.values.cpu()
+    return flat(trainer.parameters).cpu(), trainer.sums.values.cpu()
 
 
 @each_of("name", list(cuda_graph.RECORDED_OPTIMIZERS))

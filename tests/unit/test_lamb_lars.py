@@ -41,8 +41,8 @@ def in_float64() -> list[nn.Parameter]:
     return weights(SHAPES, torch.float64)
 
 
+@each_of("is_fused", [None, False])  # the patch stays for the cases that follow
 @each_of("decay", [0.02, 1.0])
-@each_of("is_fused", [None, False])
 def test_lamb_equals_timm(decay, is_fused, monkeypatch):
     if is_fused is False:
         monkeypatch.setattr("optimizers.adam.supports_fused_optimizers", lambda _: False)
@@ -77,7 +77,6 @@ def test_layers_without_weights_or_gradients_take_a_ratio_of_one(make):
 def test_fp16_weights_have_fp32_norms(make):
     """2,000 weights of 2,000 have a norm of 89,443, which fp16 does not reach."""
     p = nn.Parameter(torch.full((40, 50), 2000.0, dtype=torch.float16))
-    assert not torch.isfinite(p.detach().norm()) or abs(p.detach().norm().item() - 89443) > 100
     assert tensor_norms([p.detach()]).item() == pytest.approx(2000 * math.sqrt(2000))
     wide = nn.Parameter(p.detach().float())
     for q in (p, wide):

@@ -273,12 +273,13 @@ def test_channels_last_and_batches_of_any_size_take_the_same_step(name, monkeypa
     shapes = [(20, 10, 3, 3), (10, 3, 9, 9), (20, 10, 3, 3)]
     plain = train(create(name, weights(shapes)), range(6))
     last = [nn.Parameter(p.to(memory_format=torch.channels_last)) for p in parameters_of(plain)]
-    monkeypatch.setattr(ngd, "CPU_BATCH_BYTES", 1)
-    monkeypatch.setattr(kaldi_ngd, "BATCH_BYTES", 1)
     resumed = create(name, last)
     resumed.load_state_dict(copy.deepcopy(plain.state_dict()))
-    for optimizer in (resumed, plain):
-        train(optimizer, range(6, 12))
+    train(plain, range(6, 10))  # from the tenth step on KaldiNGD's batches take turns
+    with monkeypatch.context() as patch:
+        patch.setattr(ngd, "CPU_BATCH_BYTES", 1)
+        patch.setattr(kaldi_ngd, "BATCH_BYTES", 1)
+        train(resumed, range(6, 10))
     assert all(p.is_contiguous(memory_format=torch.channels_last) for p in last)
     # Muon's polynomial is in bf16
     tolerance = 0.02 if name == "muon" else 1e-5

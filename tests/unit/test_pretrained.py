@@ -176,6 +176,17 @@ def test_weights_of_many_kinds_of_files(tmp_path):
         assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items()), name
 
 
+def test_weights_of_a_model_that_asks_for_its_version():
+    model = image_models.create_model("mnasnet0_5", classes=2, channels=3, image_size=32)
+    for load in (
+        lambda weights: load_into(model, SavedModel(weights), "ab"),
+        lambda weights: checkpoint.load_into(model, weights, "model"),
+    ):
+        weights = {name: value + 1 for name, value in model.state_dict().items()}
+        load(weights)
+        assert all(torch.equal(v, weights[n]) for n, v in model.state_dict().items())
+
+
 def test_weights_are_refused_by_what_is_wrong():
     state = create_named().state_dict()
     cases = {

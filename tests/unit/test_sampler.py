@@ -44,16 +44,6 @@ def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size():
     assert batch_sizes(15, 8, smallest=8) == [15]
 
 
-@WITH_AND_WITHOUT
-def test_an_epoch_cuts_the_order_into_batches_of_the_given_sizes(lengths):
-    sizes = batch_sizes(1003, 128)
-    batches = Sampler(1003, 3, lengths=lengths).epoch(2, sizes)
-    assert sorted(map(len, batches), reverse=True) == sizes
-    assert torch.equal(torch.cat(batches).sort().values, torch.arange(1003))
-    if lengths is None:
-        assert [len(batch) for batch in batches] == sizes
-
-
 def test_the_small_batches_do_not_always_get_the_longest_rows():
     sizes = batch_sizes(1003, 60)
     sampler = Sampler(1003, 3, lengths=LENGTHS)

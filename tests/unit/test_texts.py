@@ -92,6 +92,8 @@ def test_a_text_without_spaces_is_no_unknown_word(kind):
     texts = ["\u65e5\u672c\u8a9e\u306e\u6587" * 60, "\u4e2d\u6587\u7684\u53e5\u5b50" * 60]
     tokenizer = train_tokenizer(texts, kind, vocab_size=600)
     assert all(1 not in tokenizer.encode(text).ids for text in texts)
+    with_unseen = tokenizer.encode(f"{texts[0]}\u732b{texts[1]}").ids
+    assert with_unseen.count(1) == (kind == "wordpiece")
     many = [" ".join(map(chr, range(0x4E00, 0x4E00 + 500))), *["words"] * 50]
     tokenizer = train_tokenizer(many, kind, vocab_size=400)
     assert tokenizer.get_vocab_size() <= 400

@@ -66,11 +66,8 @@ def test_both_scripts_learn_and_leave_a_whole_run_folder(finished):
     rows = ranks.metrics(folder)
     assert rows[-1]["test_accuracy"] > 0.85
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
-    fields = "epoch step samples train_loss train_accuracy test_loss test_accuracy lr batch_size"
-    assert {*fields.split(), "world_size", "comm_bytes"} <= set(rows[0])
     config = json.loads((folder / "config.json").read_text())
     assert (config["flags"]["arch"], config["torch"]) == ("resnet20", torch.__version__)
-    assert {"last.pt", "best.pt"} <= {path.name for path in folder.iterdir()}
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, digits):
@@ -138,18 +135,20 @@ def test_bad_steps_are_skipped_and_ten_go_back_with_half_the_rate(here, digits, 
 
 
 def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
-    """After three returns; the last checkpoint is sound."""
-    fail_in(range(5, 10**9))
+    """After three returns; the last checkpoint is from before, though an epoch has ended since."""
+    fail_in(range(20, 10**9))
     console = digits(code=3)
     assert console.count("steps in a row were not finite") == recovery.MAX_ROLLBACKS
     assert console.splitlines()[-1].startswith("error:")
     state = checkpoint.load(here / "run", "resnet50_test")
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
+    assert state["progress"]["epoch"] == 0
 
 
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
     fail_in(range(10**9))
     assert "no step of epoch 1 had finite gradients" in digits("--epochs 1 --bs 400", code=3)
+    assert checkpoint.load(here / "run")["progress"]["epoch"] == 0, "it can be trained again"
 
 
 def one_long_operation(lines: Connection) -> None:
@@ -186,10 +185,6 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     def resumed(words: str) -> list[str]:
         return run(resnet50_test, "--resume run", words).splitlines()
 
-    report = resumed("--evaluate")
-    accuracy = ranks.metrics(folder / "run")[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in report[-1]
-    assert len(report) == 13
     pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
     Image.fromarray(pixels).save("zero.png")
     assert resumed("--predict zero.png")[-1].startswith("zero.png: 0 ")
@@ -198,6 +193,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     for name in ("classes", "channels", "size", "mean", "std"):
         assert metadata[name] == state[name]
     assert metadata["arch"] == state["flags"]["arch"]
+    elsewhere = {**state, "flags": {**state["flags"], "device": "cuda:31"}}
+    checkpoint.save(Path("elsewhere.pt"), elsewhere)
+    assert "zero.png: 0 " in run(resnet50_test, "--checkpoint elsewhere.pt --predict zero.png")
 
     resumed("--predict zero.png --predict_out zero.jsonl")
     expected = json.loads(Path("zero.jsonl").read_text())["probabilities"]
