@@ -304,7 +304,24 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
     """
     if args.distributed and not under_torchrun():
         raise InputError(f"--distributed needs torchrun: bash run_distributed.sh {script}.py ...")
-    validate_inference(args, resumed)
+    used = [flag for flag in INFERENCE if getattr(args, flag)]
+    if len(used) > 1:
+        raise InputError(
+            f"--{used[0]} and --{used[1]}: one run of the script does one of them; run it once "
+            "for each"
+        )
+    if used and not resumed:
+        raise InputError(
+            f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
+            "or a .pt file (or --resume PATH)"
+        )
+    if args.predict_out and not args.predict:
+        raise InputError("--predict_out needs something to classify: add --predict PATH")
+    if args.export and (reason := torch_compat.unavailable_reason("export")):
+        raise InputError(
+            f"--export {reason}: export from the stack of requirements.txt, "
+            "which reads this run as well"
+        )
     if args.stop_at > 1 and args.best_by != "loss":
         raise InputError(f"--stop_at {args.stop_at:g}: give a share of at most 1, such as 0.9")
     if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
@@ -337,30 +354,4 @@ def check_validation_set(args: Namespace, has_val: bool) -> None:
         raise InputError(
             "--mixup meta learns on held-out rows of the training set, and --no-test chooses the "
             "best epoch by them: give --val_fraction above 0"
-        )
-
-
-def validate_inference(args: Namespace, resumed: bool) -> None:
-    """Check --evaluate, --predict, --predict_out and --export.
-
-    Raises:
-        InputError: there is no model, or they are not for one run of the script.
-    """
-    used = [flag for flag in INFERENCE if getattr(args, flag)]
-    if len(used) > 1:
-        raise InputError(
-            f"--{used[0]} and --{used[1]}: one run of the script does one of them; run it once "
-            "for each"
-        )
-    if used and not resumed:
-        raise InputError(
-            f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
-            "or a .pt file (or --resume PATH)"
-        )
-    if args.predict_out and not args.predict:
-        raise InputError("--predict_out needs something to classify: add --predict PATH")
-    if args.export and (reason := torch_compat.unavailable_reason("export")):
-        raise InputError(
-            f"--export {reason}: export from the stack of requirements.txt, "
-            "which reads this run as well"
         )
