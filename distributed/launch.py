@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from distributed.worker import FAILURE, LAUNCHER
+from distributed.worker import FAILURE, LAUNCHER, end_with_sweep
 from errors import INTERRUPTED, LOST_PEER, first_line
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
@@ -32,6 +32,7 @@ def launch(arguments: list[str]) -> int:
         The exit code of the first process that failed, 128 + n where signal n ended it; 130 after a
         signal to the launcher; 1 where the nodes did not meet, or the first one was lost.
     """
+    end_with_sweep()
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # but for those that nohup lets us ignore

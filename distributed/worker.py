@@ -1,6 +1,6 @@
-"""What a process that torchrun started knows of its launcher, torchrun or distributed.launch.
+"""What a process knows of its launcher, torchrun or distributed.launch, or of its sweep.
 
-end_with_launcher()     # first
+end_with_launcher()     # first; or end_with_sweep()
 launcher_id()           # the same after every restart, and that of no other job
 """
 
@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
+SWEEP = "FASTER_TRAINING_SWEEP"  # another: that of the sweep that started this process for a trial
 FAILURE = "FASTER_TRAINING_FAILURE"  # another: the local rank that failed last, and its exit code
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -23,10 +24,19 @@ def end_with_launcher() -> None:
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
     and hold memory.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher and int(launcher) != os.getppid():  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+    _end_with_parent(os.environ.get(LAUNCHER), signal.SIGKILL)
+
+
+def end_with_sweep() -> None:
+    """Let the kernel send SIGTERM to the process of a trial when its sweep ends."""
+    if sweep := os.environ.pop(SWEEP, None):  # which processes of this one do not inherit
+        _end_with_parent(sweep, signal.SIGTERM)
+
+
+def _end_with_parent(parent: str | None, number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if parent and int(parent) != os.getppid():  # it ended before the call
+        os.kill(os.getpid(), number)
 
 
 def launcher_id() -> str:

@@ -33,7 +33,7 @@ from backends.torch_compat import (
 )
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.interface import own_address, use_interface_of
-from distributed.worker import end_with_launcher, is_restarted
+from distributed.worker import end_with_launcher, end_with_sweep, is_restarted
 from errors import LINE_LIMIT, InputError, LostPeer
 
 if dist.is_available():
@@ -243,6 +243,7 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device = choose_device(device_name, local_rank)
     if not under_torchrun():
+        end_with_sweep()
         yield World(device=device, limits=limits)
         return
     end_with_launcher()

@@ -6,7 +6,6 @@ value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFa
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import math
@@ -26,6 +25,7 @@ from optuna.pruners import NopPruner
 from optuna.trial import TrialState
 
 import errors
+from distributed.worker import SWEEP
 from errors import InputError
 from training.epoch_report import is_evaluated, training_seconds
 from tuning.config import SweepConfig
@@ -34,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 START = "-- start"  # a line of console.log; an error before it was that of an earlier start
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
-# Loaded at import: a forked child of a process with threads must not load a library.
-LIBC = ctypes.CDLL(None)
 
 
 class TrialFailed(Exception):
@@ -94,6 +92,7 @@ class TrialRunner:
             command = [launcher, "--standalone", processes, *command]
         command = [sys.executable, *command, "--out", str(folder)]
         env = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        env[SWEEP] = str(os.getpid())
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         with open(folder / "console.log", "a", encoding="utf-8") as log:
             # The process holds the lock as long as it writes here: one whose sweep was killed may
@@ -104,9 +103,7 @@ class TrialRunner:
                 command += ["--resume", str(folder)]
             else:  # it may have been stopped before its first checkpoint
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
-            return subprocess.Popen(
-                command, stdout=log, stderr=log, text=True, env=env, preexec_fn=die_with_parent
-            )
+            return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
         """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
@@ -181,11 +178,6 @@ def terminate(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def die_with_parent() -> None:
-    """Ask Linux, in the child process, for a SIGTERM when the sweep is killed."""
-    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of sys/prctl.h
 
 
 def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:

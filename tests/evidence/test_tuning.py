@@ -31,6 +31,7 @@ import resnet50_test
 import transformer_test
 from cli import options
 from conftest import each_of, for_each
+from distributed.worker import SWEEP
 from figures.verdict import paired_difference
 from tuning import compare, race, results, search, space, sweep, trials
 from tuning.config import Objective
@@ -48,6 +49,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def start(command: list[str], *, stdout: Any, env: dict[str, str], **_: object) -> Any:
+        env = {**env, SWEEP: ""}  # whose child it is not
         return ranks.WarmJob(command[1:], tmp_path, env, console=Path(stdout.name))
 
     forking = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
