@@ -43,7 +43,6 @@ OURS = {
     "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack, by --sides alone
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
-MIN_SIDES = 2
 # Rounds, and seconds of each side in a round; with --quick and without.
 SIZES = {True: (3, 4.0), False: (5, 8.0)}
 
@@ -137,7 +136,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
     sides = [*dict.fromkeys(args.sides or default_sides(args.quick))]
-    if len(sides) < MIN_SIDES:
+    if len(sides) < 2:
         parser.error("--sides: name two or more different ones")
     timm = ["timm"] if "as timm" in sides else []
     with needing("as timm", "timm"):  # whose version `machine` asks for
