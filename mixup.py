@@ -257,7 +257,7 @@ def sample_mix(
         labels: (batch,) integers.
         alpha: parameter of the Beta distribution of lambda.
         height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
-        settings: others of that kind.
+        settings: further arguments of that kind's function.
 
     Raises:
         ValueError: there is no such kind.
@@ -472,9 +472,9 @@ class RowLosses:
     """How much larger the loss of each training row was than a blend explains, an epoch ago.
 
     In an epoch a row has a place in two mixes, its own and that of the row whose partner it is. A
-    network that sees both parts of a blend gives the label of a part its share w, or 1 where both
-    have the same label. The excess of a row is the mean of the log of that minus log p(label) over
-    its places, weighted by w, in [-10, 10]: large where the network doubts the label.
+    network that sees both parts of a blend gives the label of a part a probability q: its share w,
+    or 1 where both have the same label. The excess of a row is the mean of log q - log p(label)
+    over its places, weighted by w, in [-10, 10]: large where the network doubts the label.
 
     Attributes:
         excess: (rows,) of the epoch before; 0 before the second epoch, when `is_known` is False.

@@ -34,7 +34,7 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
     with needing("soap", "pytorch_optimizer"):
         from pytorch_optimizer import SOAP
     groups = decay_groups(model, settings["weight_decay"])
-    return SOAP(groups, lr=settings["lr"], betas=tuple(settings["betas"]))  # type: ignore[no-any-return]
+    return SOAP(groups, lr=settings["lr"], betas=tuple(settings["betas"]))  # type: ignore
 
 
 REFUSED = ("weights", "evaluate", "predict", "export")  # flags that only the script's main reads

@@ -29,7 +29,7 @@ def end_with_launcher() -> None:
 
 def end_with_sweep() -> None:
     """Let the kernel send SIGTERM to the process of a trial when its sweep ends."""
-    if sweep := os.environ.pop(SWEEP, None):  # which processes of this one do not inherit
+    if sweep := os.environ.pop(SWEEP, None):  # children of this process must not inherit it
         _end_with_parent(sweep, signal.SIGTERM)
 
 

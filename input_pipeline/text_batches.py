@@ -26,7 +26,7 @@ LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8}
 multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
 once for each length."""
 CHUNK_ROWS = 256  # that are encoded together, in parallel; a token takes 100 bytes meanwhile
-LONGEST_TOKEN = 1000  # characters; what lies beyond `max_len` of these is not encoded at all
+LONGEST_TOKEN = 1000  # characters; a text is cut after `max_len` times as many
 
 
 class TextDataset:

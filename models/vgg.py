@@ -21,7 +21,7 @@ WHITENING_EPS = 5e-4  # added to the variances of patches; a constant colour has
 
 
 def patch_filters(images: Tensor) -> Tensor:
-    """Return filters whose outputs on all patches of these images are uncorrelated, of variance 1.
+    """Return filters whose outputs over all patches of images are uncorrelated, with variance 1.
 
     The first half are the eigenvectors of the patches' covariance, each divided by the standard
     deviation along it, the largest first. The second half are their negatives, whose outputs keep
