@@ -33,7 +33,7 @@ def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
         )
     for name, norm in model.named_modules():
         if isinstance(norm, _BatchNorm) and type(norm).forward is not _BatchNorm.forward:
-            raise InputError(f"--sync_bn: {name} does more than BatchNorm; leave it out")
+            raise InputError(f"--sync_bn: the layer {name} does more than BatchNorm; leave it out")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
