@@ -13,13 +13,13 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from backends import device, torch_compat
 from cli import compatibility
-from cli.flag_parser import Scope, ScriptParser, setting, switch
+from cli.flag_parser import Flag, Scope, ScriptParser, setting, switch
 from cli.yaml_file import read_yaml
 from distributed.worker import is_restarted, launcher_id
 from distributed.world import under_torchrun
@@ -232,12 +232,15 @@ def recipe_path(recipe: str) -> Path:
     )
 
 
-def recipe_arguments(recipe: str, parser: ScriptParser) -> list[str]:
+def recipe_arguments(
+    recipe: str, parser: ScriptParser, *, without: Collection[Flag] = ()
+) -> list[str]:
     """A recipe as command-line arguments, so that it is checked like them.
 
     Args:
         recipe: a YAML file that maps names of flags to values, or the name of one of this
             project's recipes.
+        without: flags to leave out.
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """
@@ -248,7 +251,9 @@ def recipe_arguments(recipe: str, parser: ScriptParser) -> list[str]:
     arguments: list[str] = []
     try:
         for name, value in entries.items():
-            arguments += flag_arguments(str(name), value, parser)
+            words = flag_arguments(str(name), value, parser)
+            if parser.find(str(name).partition(".")[0]) not in without:
+                arguments += words
         parser.given(arguments)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None

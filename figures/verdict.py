@@ -208,7 +208,8 @@ def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
     for arm, colour in zip(arms, itertools.cycle(COLOURS.values())):
         shown = {rate: 100 * row["val_accuracy"] for rate, row in arm.trials.items() if row}
         searched.plot(*zip(*sorted(shown.items())), "o-", color=colour, label=arm.name)
-        searched.plot(arm.rate, shown[arm.rate], "*", color=colour, markersize=14)
+        if arm.rate in shown:  # else no trial has come to its end
+            searched.plot(arm.rate, shown[arm.rate], "*", color=colour, markersize=14)
         seconds = [training_seconds(run.rows[-1]) for run in arm.runs]
         in_full.plot(seconds, arm.accuracies, "o", color=colour, alpha=0.5)
         in_full.plot(arm.seconds, statistics.mean(arm.accuracies), "_", color=colour, markersize=20)

@@ -123,9 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
     script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
     arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
-    read = {"script": script, "arms": arms, "out": args.out}
-    if args.out is None:
-        read["out"] = Path("races", f"{args.script.removesuffix('_test.py')}-{flag.lstrip('-')}")
+    out = args.out or Path("races", f"{script.file.removesuffix('_test.py')}-{flag.lstrip('-')}")
+    read = {"script": script, "arms": arms, "out": out}
     own = {name: value for name, value in vars(args).items() if name not in ("optimizers", "vary")}
     race.run_race(race.RaceConfig(**own | read))
 

@@ -1,7 +1,6 @@
 """The settings of one sweep, and what it optimises.
 
 objective = Objective.parse("time_to:0.9")
-study = optuna.create_study(direction=objective.direction)
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from errors import InputError
 from training.epoch_report import training_seconds
@@ -51,11 +50,6 @@ class Objective:
             if kind == "time_to" and 0 < float(target) <= 1:
                 return cls(text, float(target))
         raise InputError(f"--objective {text}: expected accuracy or, for instance, time_to:0.9")
-
-    @property
-    def direction(self) -> Literal["maximize", "minimize"]:
-        """Optuna's direction of the study."""
-        return "maximize" if self.target is None else "minimize"
 
     def intermediate_value(self, row: dict[str, Any]) -> float:
         """Return what the pruner compares after an epoch, in the objective's direction."""

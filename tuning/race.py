@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError, Interrupted
@@ -36,7 +35,7 @@ from training.time_estimate import in_words
 from tuning.config import Arm, Objective, Space, SweepConfig
 from tuning.results import training_command, write_recipe
 from tuning.search import finished_trials, run_sweep, trial_arguments
-from tuning.target_script import TargetScript
+from tuning.target_script import SPEED_FLAGS, TargetScript
 from tuning.trials import TrialFailed, TrialRunner, complete_rows, gpu_slots
 
 STEP = 3.0  # between the first rates of a search
@@ -65,7 +64,9 @@ class RaceConfig(SweepConfig):
             common += ["--val_fraction", str(self.val_fraction), "--no-test"]
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
-        settings["held_out"] = self.val_fraction
+        settings |= {"held_out": self.val_fraction, "jobs": self.jobs}
+        given = self.script.given
+        settings |= {name: given[name] for name in SPEED_FLAGS if name in given}  # of their times
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
         space: Space = {
             "arm": {"type": "categorical", "choices": list(arms)},
@@ -197,7 +198,9 @@ def make_plan(config: RaceConfig) -> Plan:
     """
     began, wanted = time.monotonic(), config.wanted_epochs
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    costs = [time_arm(config, arm, epochs=wanted) for arm in config.arms]
+    costs = list(filter(None, (time_arm(config, arm, epochs=wanted) for arm in config.arms)))
+    if not costs:
+        raise InputError("the loss of every arm is not finite in its first epoch")
     start, epoch = (statistics.mean(each) for each in zip(*costs))
     taken = time.monotonic() - began
     choices = [(trials, wanted) for trials in TRIALS]
@@ -206,11 +209,11 @@ def make_plan(config: RaceConfig) -> Plan:
         choices += [(trials, epochs) for trials in TRIALS[-2:] for epochs in fewer]
     for trials, epochs in choices:
         rounds = [3, *[2] * (trials // 2 - 1)]
-        searched = sum(math.ceil(len(costs) * each / config.jobs) for each in rounds)
-        in_full = math.ceil(len(costs) * config.seeds / config.jobs)
+        searched = sum(math.ceil(len(config.arms) * each / config.jobs) for each in rounds)
+        in_full = math.ceil(len(config.arms) * config.seeds / config.jobs)
         steps = searched + in_full / (1 - config.val_fraction)  # times the epochs of a trial
         seconds = taken + MARGIN * ((searched + in_full) * start + steps * epochs * epoch)
-        text = f"{len(costs)} arms x ({trials} trials + {config.seeds} seeds in full)"
+        text = f"{len(config.arms)} arms x ({trials} trials + {config.seeds} seeds in full)"
         if seconds <= 60 * config.minutes:
             print(f"{text} of {epochs} epochs take about {in_words(seconds)}", flush=True)
             return Plan(trials, epochs)
@@ -220,24 +223,30 @@ def make_plan(config: RaceConfig) -> Plan:
     )
 
 
-def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float]:
+def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float] | None:
     """Run the first epoch of an arm; return its seconds, after those to start and end a run.
+
+    It is an epoch of whole images. An arm that diverges in it, which may have a better rate, has
+    no seconds.
 
     Raises:
         InputError: the run failed, or its first epoch takes too long.
     """
-    gpus, limit = torch.cuda.device_count(), max(60, 30 * config.minutes / len(config.arms))
-    slots = gpu_slots(config.jobs, config.nproc, gpus=gpus)
+    limit = max(60, 30 * config.minutes / len(config.arms))
     first_epoch, sweep = Objective("first epoch", target=0.0), config.sweep(epochs)
     with tempfile.TemporaryDirectory(dir=config.out) as scratch:
         sweep = replace(sweep, objective=first_epoch, out=Path(scratch))
-        runner = TrialRunner(sweep, trial_arguments(sweep), slots)
+        runner = TrialRunner(sweep, trial_arguments(sweep), gpu_slots(sweep))
         timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
         timer.start()
         arguments = sweep.script.to_arguments({"arm": arm.name, "lr": arm.rate, "seed": 0})
+        if "small_epochs" in arm.script.given.get("augment_args", {}):
+            arguments += ["--small_epochs", "0"]
         try:
             epoch = runner(optuna.create_study().ask(), [*arguments, "--eval_every", "1"])
-        except (TrialFailed, SystemExit) as ended:
+        except TrialFailed:
+            return None
+        except SystemExit as ended:
             if not runner.stop.is_set():
                 raise InputError(f"{arm.name}: {ended}") from None
             runs = len(config.arms) * (TRIALS[-1] + config.seeds)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import optuna
-import torch
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -41,10 +41,9 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         InputError: a flag or the space is wrong, or the folder is another sweep's.
         Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
     """
-    gpus = torch.cuda.device_count()
     arguments = trial_arguments(config)
     config.script.check(arguments)
-    runner = TrialRunner(config, arguments, gpu_slots(config.jobs, config.nproc, gpus=gpus))
+    runner = TrialRunner(config, arguments, gpu_slots(config))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with lock_run_folder(make_run_folder(str(config.out), config.script.file)):
         study = open_study(config)
@@ -150,7 +149,7 @@ def open_study(config: SweepConfig) -> optuna.Study:
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),
         storage=storage,
-        direction=config.objective.direction,
+        direction="maximize" if config.objective.target is None else "minimize",
         load_if_exists=True,
     )
     check_settings(study, config)
@@ -159,10 +158,8 @@ def open_study(config: SweepConfig) -> optuna.Study:
     study.sampler = create_sampler(config, num_trials=len(study.get_trials(deepcopy=False)))
     # Several jobs are threads with one sampler, so that Optuna need not seed it anew in each.
     study.sampler.reseed_rng = lambda: None  # type: ignore[method-assign]
-    study.pruner = {
-        "median": optuna.pruners.MedianPruner(MEDIAN_TRIALS, n_warmup_steps=2),
-        "none": optuna.pruners.NopPruner(),
-    }[config.pruner]
+    median = MedianPruner(MEDIAN_TRIALS, n_warmup_steps=2)
+    study.pruner = median if config.pruner == "median" else NopPruner()
     return study
 
 
@@ -201,9 +198,5 @@ def create_sampler(config: SweepConfig, *, num_trials: int) -> optuna.samplers.B
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials that have ended; a failed one counts if its script gave the reason."""
-    return [
-        trial
-        for trial in study.get_trials(deepcopy=False)
-        if trial.state.is_finished()
-        and (trial.state is not TrialState.FAIL or "error" in trial.user_attrs)
-    ]
+    ended = (each for each in study.get_trials(deepcopy=False) if each.state.is_finished())
+    return [each for each in ended if each.state != TrialState.FAIL or "error" in each.user_attrs]

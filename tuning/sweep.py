@@ -46,9 +46,7 @@ def sweep_parser() -> FlagParser:
     add("--sampler", type=Choice(samplers), default="tpe", help=help_of_sampler)
     help_of_pruner = "Optuna's pruner, which ends hopeless trials early (default %(default)s)."
     add("--pruner", type=Choice(pruners), default="median", help=help_of_pruner)
-    help_of_objective = (
-        "accuracy, or time_to:0.9, the seconds until it is 0.9 (default %(default)s)."
-    )
+    help_of_objective = "accuracy, or time_to:0.9, the seconds to reach it (default %(default)s)."
     add("--objective", default="accuracy", help=help_of_objective)
     share("--val_fraction", default=0.1, help="Held-out training rows (default %(default)s).")
     natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = args.script.removesuffix("_test.py")
     arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.names()
     script = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
-    if args.script == "resnet50_test.py" and "optimizer" not in script.given:
+    if args.script == SCRIPTS[0] and not args.space and "optimizer" not in script.given:
         script = TargetScript.read(args.script, [*arguments, "--optimizer", "sgd"])
     path = args.space or Path(__file__).parent / f"{name}.yaml"
     searched, trials = space.read_space(path, script), args.trials or TRIALS
@@ -83,14 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         trials = min(args.trials or whole, whole)
     if not args.val_fraction:
         raise InputError("--val_fraction 0: a sweep needs held-out rows to compare trials by")
-    out = args.out or Path("runs") / f"tuning-{name}"
-    read = {
-        "script": script,
-        "space": searched,
-        "objective": Objective.parse(args.objective),
-        "trials": trials,
-        "out": out,
-    }
+    read = {"script": script, "space": searched, "objective": Objective.parse(args.objective)}
+    read |= {"trials": trials, "out": args.out or Path("runs", f"tuning-{name}")}
     config = SweepConfig(**vars(args) | read)
     study = search.run_sweep(config)
     results.write_results(study, search.finished_trials(study), config)

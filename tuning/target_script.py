@@ -56,8 +56,12 @@ class TargetScript:
         for name in SET_BY_SWEEP:
             if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
                 raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out")
-        if recipe := parser.given(arguments).get("recipe"):
-            arguments = [*options.recipe_arguments(recipe, parser), *arguments]
+        own = parser.given(arguments)
+        if recipe := own.get("recipe"):
+            held = parser.defaults() | parser.given(options.recipe_arguments(recipe, parser))
+            kept = parser.merged(held, own)  # without settings of another optimizer than own
+            lost = [each for each in parser.settings() if held[each.dest].keys() - kept[each.dest]]
+            arguments = [*options.recipe_arguments(recipe, parser, without=lost), *arguments]
         given = parser.given(arguments)
         for name in ("val_fraction", "test", *ENDS):
             if name in given:

@@ -1,6 +1,6 @@
 """One trial of a sweep: the entry script in a process of its own, followed by its metrics.jsonl.
 
-runner = TrialRunner(config, arguments, gpu_slots(jobs=2, nproc=1, gpus=4))
+runner = TrialRunner(config, arguments, gpu_slots(config))
 value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFailed
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import torch
 from optuna.pruners import NopPruner
 from optuna.trial import TrialState
 
@@ -138,13 +139,14 @@ class TrialRunner:
         return value
 
     def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
-        """Decide after an epoch whether to prune the trial.
+        """Decide after an epoch whether to prune the trial, but for its last one.
 
         With --objective time_to, unless --pruner is none, a trial is pruned as soon as it has
         taken longer than the fastest complete trial.
         """
         if self.config.objective.target is None or isinstance(trial.study.pruner, NopPruner):
-            return trial.should_prune()
+            is_hopeless = trial.should_prune()
+            return is_hopeless and row["epoch"] < self.config.script.flags(trial.params)["epochs"]
         complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         return training_seconds(row) >= min((each.values[0] for each in complete), default=math.inf)
 
@@ -180,13 +182,15 @@ def terminate(process: subprocess.Popen[str]) -> None:
             process.wait()
 
 
-def gpu_slots(jobs: int, nproc: int, *, gpus: int) -> queue.Queue[str | None]:
+def gpu_slots(config: SweepConfig) -> queue.Queue[str | None]:
     """Divide the GPUs that torch sees among `jobs` trials, `nproc` GPUs each; on CPUs none.
 
     Raises:
         InputError: the trials need more GPUs than there are.
     """
     slots: queue.Queue[str | None] = queue.Queue()
+    jobs, nproc = config.jobs, config.nproc
+    gpus = 0 if config.script.given.get("device") == "cpu" else torch.cuda.device_count()
     if gpus and jobs * nproc > gpus:
         raise InputError(
             f"--jobs {jobs} with --nproc {nproc} needs {jobs * nproc} GPUs, but there are {gpus}"

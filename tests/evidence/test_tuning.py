@@ -22,6 +22,7 @@ from unittest import mock
 
 import optuna
 import pytest
+import torch
 import yaml
 
 import conftest
@@ -170,24 +171,33 @@ def test_what_trials_have_in_common_names_the_folder_of_own_data(tmp_path):
     own = "--dataset folder --data_dir"
     assert common(f"{own} cats") != common(f"{own} dogs")
     assert common("--data_dir a") == common("--data_dir b")
+    (tmp_path / "own.yaml").write_text("ngd: true\nopt_args: {rank: 16}\n")
+    recipe = f"--recipe {tmp_path}/own.yaml"
+    assert "opt_args" not in common(f"{recipe} --optimizer sgd"), "settings of another optimizer"
+    assert common(f"{recipe} --opt_args eps=1")["opt_args"] == {"rank": 16, "eps": 1}
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
+    def slots(jobs: int, nproc: int, *, gpus: int, **given: str) -> queue.Queue[str | None]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        script = SimpleNamespace(given=given)
+        return trials.gpu_slots(SimpleNamespace(jobs=jobs, nproc=nproc, script=script))
+
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    slots = trials.gpu_slots(2, 2, gpus=4)
-    assert [slots.get(), slots.get()] == ["0,1", "2,3"]
-    assert trials.gpu_slots(3, 1, gpus=0).get() is None
+    two = slots(2, 2, gpus=4)
+    assert [two.get(), two.get()] == ["0,1", "2,3"]
+    assert slots(3, 1, gpus=0).get() is slots(3, 1, gpus=1, device="cpu").get() is None
     with pytest.raises(errors.InputError, match="needs 4 GPUs, but there are 3"):
-        trials.gpu_slots(2, 2, gpus=3)
+        slots(2, 2, gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert trials.gpu_slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
+    assert slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
 
 
 def test_objectives():
     rows = [{"val_accuracy": value, "seconds": 10.0 * n} for n, value in enumerate((0.3, 0.7), 1)]
     accuracy, time_to = Objective.parse("accuracy"), Objective.parse("time_to:0.6")
-    assert (accuracy.direction, accuracy.final_value(rows)) == ("maximize", 0.7)
-    assert (time_to.direction, time_to.final_value(rows)) == ("minimize", 20.0)
+    assert accuracy.final_value(rows) == 0.7
+    assert time_to.final_value(rows) == 20.0
     assert time_to.final_value(rows[:1]) is None
     assert [time_to.is_reached(row) for row in rows] == [False, True]
     runner = trials.TrialRunner(SimpleNamespace(objective=time_to), [], queue.Queue())
@@ -199,6 +209,11 @@ def test_objectives():
         study = optuna.create_study(direction="minimize", pruner=pruner)
         study.add_trials([optuna.trial.create_trial(value=value) for value in values])
         assert runner.should_prune(study.ask(), rows[0]) == expected
+    script = SimpleNamespace(flags=lambda params: {"epochs": 2})
+    runner = trials.TrialRunner(SimpleNamespace(objective=accuracy, script=script), [], None)
+    hopeless = SimpleNamespace(params={}, should_prune=lambda: True, study=study)
+    study.pruner = optuna.pruners.MedianPruner()
+    assert [runner.should_prune(hopeless, {"epoch": each}) for each in (1, 2)] == [True, False]
 
 
 @pytest.mark.process
@@ -374,6 +389,9 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         assert message in error
 
     for_each(cases, check)
+    diverged = mock.patch.object(trials.TrialRunner, "__call__", side_effect=trials.TrialFailed)
+    with diverged:
+        check("--optimizers sgd adamw --dataset digits", "the loss of every arm is not finite")
 
 
 @pytest.mark.process
