@@ -339,7 +339,8 @@ class ByNoise(Rule):
     The size is B_simple, clamped to [size / factor, size x factor] of the epoch before.
 
     Args:
-        factor: by which the batch changes at most from one epoch to the next.
+        factor: by which the batch changes at most from one epoch to the next, before it is rounded
+            to 1, 1.5, 2, 3, ... times the first one.
     """
 
     remembered = ("noise",)

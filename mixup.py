@@ -654,8 +654,7 @@ class MetaMixup:
         partner = torch.randperm(len(labels), device=labels.device)
         rows = self.rows[: len(labels)]
         weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
-        gradient = torch.zeros_like(self.numbers)  # of the slope, until a row has an excess
-        if self.policy == "pair" or self.row_losses.is_known:
+        if self.policy == "pair" or self.row_losses.is_known:  # else the slope has no gradient
             of_weight = meta_gradient(
                 model,
                 weight,
@@ -666,13 +665,14 @@ class MetaMixup:
                 scale=scale,
             )
             (gradient,) = torch.autograd.grad(weight, self.numbers, of_weight)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-        self.numbers.grad, before = gradient, self.numbers.detach().clone()
-        step_unless_skipped(self.adam, (~torch.isfinite(gradient)).any())
-        with torch.no_grad():  # pairs that did not occur keep their numbers
-            self.numbers.copy_(torch.where(gradient == 0, before, self.numbers))
+            if dist.is_available() and dist.is_initialized():
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            self.numbers.grad, before = gradient, self.numbers.detach().clone()
+            step_unless_skipped(self.adam, (~torch.isfinite(gradient)).any())
+            with torch.no_grad():  # pairs that did not occur keep their numbers
+                self.numbers.copy_(torch.where(gradient == 0, before, self.numbers))
+        with torch.no_grad():
             if self.policy == "pair":
                 weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
             # of 'loss': the very samples by which the policy was judged

@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from optimizers.adam import AdamStep, adamw_step_
-from optimizers.base import GradScalerOptimizer, are_same
+from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import inverse_square_root, traces
 from optimizers.param_groups import is_matrix
@@ -66,7 +66,7 @@ TOGETHER_BYTES = 2**20  # of a batch up to which it takes its step with others a
 FLOOR = 1e-7
 # Relative to |X|: how much of the old R is in the new one, for directions in which X is nothing.
 KEPT = 1e-5
-SMALLEST = 1e-10  # norm of F^(-1/2) X whose step has the full length
+SMALLEST = 3e-14  # norm of F^(-1/2) X whose step has the full length; |X| is up to 3,000 times it
 SAMPLE = 4  # the first of two iterations takes every fourth column of X
 RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 # F of small weights is computed in fp32 where R sees at least this share of its trace, and fp32's
@@ -94,14 +94,15 @@ class NGD(GradScalerOptimizer):
             parameters without two axes longer than 1. `optimizers.param_groups.ngd_groups` makes
             the groups of a model; embeddings and the classifier belong under AdamW.
         lr: learning rate of the matrices. A step has the Frobenius norm lr sqrt(min(m, n))
-            sqrt(max(1, m / n)) for m outputs and n inputs, as Muon's has.
+            sqrt(max(1, m / n)) for m outputs and n inputs, as Muon's has where the momentum has
+            full rank; where it has less, in small batches, Muon's is shorter.
         momentum: decay rate of the mean of the gradients, which is taken before F^(-1/2). torch's
             OneCycleLR and CyclicLR would change `betas` alone: give them cycle_momentum=False.
         nesterov: use the mean that the next step would have if its gradient were the same.
         weight_decay: decoupled (arXiv:1711.05101): weights shrink by lr * weight_decay, those
             under AdamW by AdamW's learning rate * weight_decay.
         rank: directions of a matrix whose second moments are told apart, at most half of its
-            shorter side.
+            shorter side, rounded up.
         adamw_ratio: the learning rate of AdamW is lr * adamw_ratio.
         betas, eps: of AdamW.
         ngd: whether this group's matrices are under NGD.
@@ -126,8 +127,6 @@ class NGD(GradScalerOptimizer):
         eps: float = 1e-8,
         ngd: bool = True,
     ) -> None:
-        self.batches: list[list[list[MatrixBatch]]] = []
-        self.made_of: list[Any] = []
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -141,14 +140,8 @@ class NGD(GradScalerOptimizer):
         }
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.made_of = []
-
     def _apply_step(self) -> None:
-        if not are_same(self._made_of(), self.made_of):
-            self.batches = self._make_batches()
-            self.made_of = self._made_of()  # the states are views of the batches by now
+        self.remake(self._made_of, self._make_batches)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for group, together in zip(self.param_groups, self.batches):
                 for batches in together:
@@ -161,10 +154,10 @@ class NGD(GradScalerOptimizer):
         ranks = [group["rank"] for group in self.param_groups]
         return [*self.held("momentum_buffer", "directions"), *has_gradient, *ranks]
 
-    def _make_batches(self) -> list[list[list[MatrixBatch]]]:
-        """Returns what `make_batches` gives for each group, with memory to work in."""
-        groups = [make_batches(group, self.state) for group in self.param_groups]
-        lists = [batches for together in groups for batches in together]
+    def _make_batches(self) -> None:
+        """Makes the batches of each group, with memory to work in."""
+        self.batches = [make_batches(group, self.state) for group in self.param_groups]
+        lists = [batches for together in self.batches for batches in together]
         scratch: dict[Any, Tensor] = {}  # which one list after another uses
         for batches in lists:
             first, size = batches[0], sum(batch.elements for batch in batches)
@@ -177,7 +170,6 @@ class NGD(GradScalerOptimizer):
                 X, batch.buffer = rest[:, : batch.elements]
                 batch.X = X.view(len(batch.parameters), -1)
                 rest = rest[:, batch.elements :]
-        return groups
 
     def _matrix_step(self, batches: Sequence[MatrixBatch], group: dict[str, Any]) -> None:
         """Takes NGD's step with the parameters of batches of one rank and device."""
@@ -201,16 +193,13 @@ class NGD(GradScalerOptimizer):
             parameters, grads, active = self.unscaled_grads(on_device)
             if not parameters:
                 continue
-            for p, grad in zip(parameters, grads):
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(grad)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
+            for p in parameters:
+                if "step" not in self.state[p]:
                     self.state[p]["step"] = torch.zeros((), device=device)
-            states = [self.state[p] for p in parameters]
-            steps = [state["step"] for state in states]
+            m, v = self.moments(parameters, grads, "exp_avg", "exp_avg_sq")
+            steps = [self.state[p]["step"] for p in parameters]
             torch._foreach_add_(steps, 1.0 if active is None else [active.float()] * len(steps))
             adam = AdamStep.of(group, torch.stack(steps), active=active)
-            m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
             lr = group["lr"] * group["adamw_ratio"]
             adamw_step_(parameters, m, v, grads=grads, adam=adam, lr=lr)
 

@@ -20,6 +20,7 @@ set -euo pipefail
 export NNODES=${SLURM_JOB_NUM_NODES:?run this through sbatch or salloc}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-}} # a node that sees fewer ends with a clear error
 # srun does not take it from sbatch, and would give all processes of a node one core.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
 
@@ -58,5 +59,5 @@ case ${flags/ -r auto / } in
 esac
 
 # shellcheck disable=SC2016  # SLURM_NODEID is expanded on each node
-exec srun --ntasks-per-node=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
     "$root/run_distributed.sh" "$script" "$@"

@@ -19,7 +19,7 @@ momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 abo
 As the authors write it, second moments are never exchanged, so that early updates are up to a
 hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small tensors instead
 of their momentum (as many bytes), and all gradients in the first `dense_steps` and wherever k = 1;
-then every rank does what LAMB does.
+then every rank does what LAMB does. Their trust ratios are at least 0.01, and vectors have them.
 
 With `wire_bits` 8 or 4 each rank rounds the momentum that it sends, m[M], to 8 or 4 bits, and keeps
 the rounding error e: m[M] <- mean of the rounded m[M] + e. So rounding does not change the mean of
@@ -40,7 +40,7 @@ from torch import Tensor
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from optimizers.adam import AdamStep, adam_update_, weights_to_updates_
-from optimizers.base import CommunicatingOptimizer, are_same, subtract_updates
+from optimizers.base import CommunicatingOptimizer, subtract_updates
 from optimizers.flat_buffer import FlatLayout, next_units, shuffled
 from optimizers.lamb import LAMB, lamb_trust_ratios
 
@@ -140,7 +140,6 @@ class SLAMB(CommunicatingOptimizer):
         self.warmup = list(warmup)
         self.averager = RankAverager()
         self.buffers: list[ParamGroupBuffers] = []  # of each group
-        self.made_of: list[Any] = []
         self.final_ratios: list[float] = []  # of each group, after the warm-up
         defaults = {
             "lr": lr,
@@ -155,10 +154,6 @@ class SLAMB(CommunicatingOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         settings = {name: getattr(self, name) for name in SETTINGS}
         return {**super().__getstate__(), **settings}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.made_of = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -183,9 +178,7 @@ class SLAMB(CommunicatingOptimizer):
         average_tensors(trained, self.averager)
 
     def _apply_step(self) -> None:
-        if not are_same(self._made_of(), self.made_of):
-            self.buffers = self._create_buffers()
-            self.made_of = self._made_of()  # the states are views of the buffers by now
+        self.remake(self._made_of, self._create_buffers)
         weights = [p for each in self.buffers for layout in each.layouts for p in layout.tensors]
         if not weights:  # all are frozen, on all ranks
             self.skipped = torch.zeros((), dtype=torch.float64)
@@ -212,7 +205,7 @@ class SLAMB(CommunicatingOptimizer):
         held = self.held("exp_avg", "exp_avg_sq", "fresh")
         return [*held, *trained, len(self.param_groups)]
 
-    def _create_buffers(self) -> list[ParamGroupBuffers]:
+    def _create_buffers(self) -> None:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""
         for group in self.param_groups:
             if group["params"]:
@@ -220,7 +213,7 @@ class SLAMB(CommunicatingOptimizer):
                 group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
             group.setdefault("calls", 0)
             group.setdefault("cursor", 0)
-        return [
+        self.buffers = [
             ParamGroupBuffers(group, self.state, seed=seed)
             for seed, group in enumerate(self.param_groups)
         ]

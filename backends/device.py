@@ -70,7 +70,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def set_num_threads(threads: int, local_world_size: int) -> int:
+def set_num_threads(threads: int, local_world_size: int) -> None:
     """Set the number of torch's CPU threads.
 
     torchrun sets OMP_NUM_THREADS=1 where the user has not set it, which would leave all other cores
@@ -81,8 +81,6 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
         threads: the number; 0 takes OMP_NUM_THREADS if that is larger than 1, and else divides the
             cores among the processes of this node.
         local_world_size: number of processes on this node.
-    Returns:
-        The number of threads that was set.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and requested.isdigit() and int(requested) > 1:
@@ -93,7 +91,6 @@ def set_num_threads(threads: int, local_world_size: int) -> int:
             cores = max(cores, torch.get_num_threads())
         threads = max(1, cores // local_world_size)
     torch.set_num_threads(threads)
-    return threads
 
 
 def make_deterministic(device: torch.device) -> None:

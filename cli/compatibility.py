@@ -39,7 +39,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
     ([MEETING], [SCALED],
      "each process would skip steps of its own; use --precision bf16 or fp32"),
-    ([{"sync": ("lag",)}, {"grad_compress": tuple(ROUNDED_BITS)}], [SCALED],
+    ([{"sync": ("lag",)}, CORRECTED], [SCALED],
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
@@ -49,8 +49,8 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- batches that change
     ([{"balance_workers": ON}, *NOISE], EXCHANGES,
      "it needs gradients that are averaged in every step; leave one of them out"),
-    (NOISE, [CORRECTED],
-     "it needs the gradients as they are; use --grad_compress none, fp16 or bf16"),
+    (NOISE, [CORRECTED, {"sync": ("lag",)}],
+     "it needs each step's own gradients; use --grad_compress none, fp16 or bf16, and no lag"),
     # ---- weights in shards
     ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, META, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "

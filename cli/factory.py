@@ -11,6 +11,7 @@ trainer = create_trainer(args, run, data, model=model, ...)
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +58,6 @@ from models import activation_checkpointing, fusion, pretrained
 from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
 from optimizers.param_groups import optimizer_groups
-from optimizers.schedules import scale_lr
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
@@ -158,6 +158,8 @@ def create_run(args: Namespace, script: str, world: World, checkpoint: Any = Non
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     in_fp32 = ort_auto or args.predict or args.export
     precision = choose_precision("fp32" if in_fp32 else args.precision, world.device)
+    what_auto_is = {"--precision auto": precision.name}  # as on GPUs of different kinds
+    check_equal(world, what_auto_is, advice="give --precision fp16 or fp32")
     if not uses_trained_model(args):  # with the precision that auto has chosen
         compatibility.check(Namespace(**{**vars(args), "precision": precision.name}))
     if args.deterministic:
@@ -368,8 +370,9 @@ def create_optimizer(
         settings["wire_dtype"] = OWN_WIRE_DTYPES[args.wire_dtype]
         settings["warmup"] = settings.pop("compress_warmup")
         settings["wire_bits"] = WIRE_BITS.get(args.wire_dtype, 0)
-    batch_size = global_batch_size(args, run.world)
-    lr = scale_lr(args.lr, args.lr_scaling, batch_size=batch_size, base_batch_size=args.base_bs)
+    ratio = global_batch_size(args, run.world) / args.base_bs
+    # 'linear' is of Goyal et al. (arXiv:1706.02677), 'sqrt' of Krizhevsky (arXiv:1404.5997)
+    lr = args.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[args.lr_scaling]
     with refused_as("--opt_args"):
         return choice.make(groups, lr=lr, **settings, **args.opt_args)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import enum
 import inspect
 import os
@@ -307,8 +306,15 @@ class FlagParser(argparse.ArgumentParser):
         self.suggested: list[str] = []  # further flags that the same command line may have
 
     def group(self, title: str) -> Callable[..., Any]:
-        """Return `add_argument` of a group with this title."""
-        return self.add_argument_group(title).add_argument
+        """Return what declares flags of a new group: `declare`."""
+        return partial(self.declare, self.add_argument_group(title))
+
+    def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:
+        """Declare a flag by its type, default and help, and what argparse takes besides."""
+        flag = Flag([names], *declaration, group="", dest="")
+        more |= {"action": "store_true"} if flag.type is switch else {"type": flag.type}
+        text = flag.text().replace("%", "%%")
+        group.add_argument(names, default=flag.default, help=text, **more)
 
     def translate(self, arguments: Iterable[str]) -> list[str]:
         """Replace hyphens and foreign names of flags, and leave values as they are.
@@ -409,13 +415,7 @@ class ScriptParser(FlagParser):
         self.flags: dict[str, Flag] = {}
         self.optimizers: Mapping[str, Any] = {}
 
-    def group(self, title: str) -> Callable[..., Any]:
-        """Return what declares flags of a new group: `declare`."""
-        return partial(self.declare, self.add_argument_group(title))
-
-    def declare(
-        self, group: argparse._ArgumentGroup, names: str, *declaration: Any, **more: Any
-    ) -> None:
+    def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:
         """Declare a flag.
 
         Args:
@@ -451,11 +451,6 @@ class ScriptParser(FlagParser):
                 action.help = flag.text().replace("%", "%%") if is_shown else argparse.SUPPRESS
         rest = "\n--help all prints all flags, and docs/flags.md lists them.\n"
         return super().format_help() + ("" if everything else rest)
-
-    def set_defaults(self, **defaults: Any) -> None:
-        """Replace the defaults of flags that have been declared."""
-        for name, value in defaults.items():
-            self.flags[name] = dataclasses.replace(self.flags[name], default=value)
 
     def defaults(self) -> dict[str, Any]:
         """The default of each flag."""

@@ -13,7 +13,7 @@ import os
 from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,8 @@ def shared_parser(
     _add_communication(parser)
     _add_batches(parser)
     _add_run(parser)
-    parser.set_defaults(**defaults)
+    for name, value in defaults.items():
+        parser.flags[name] = replace(parser.flags[name], default=value)
     return parser
 
 
@@ -331,7 +332,8 @@ def _add_batches(parser: ScriptParser) -> None:
     add = parser.group("batches that change (sizes over all processes)")
     add("--dynamic_batch", Choice(RULES), "none", "rule by which the batch changes from "
         "epoch to epoch", common=True)
-    add("--noise_scale", switch, False, "log of the gradient noise scale after each epoch")
+    add("--noise_scale", switch, False, "log of the gradient noise scale after each epoch; a "
+        "single process takes its batch in two halves")
     add("--balance_workers", switch, False, "shares of the batch in proportion to speed",
         only_with=[{"processes": ON}])
     add("--micro_bs", count, None, "most samples at once on a device (default --bs on CPUs, what "

@@ -254,11 +254,10 @@ def export_model(args: Namespace, run: Run) -> None:
         "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
         **{name: checkpoint[name] for name in ("classes", "channels", *pretrained.PREPROCESSING)},
     }
-    difference = export(
+    export(
         load_weights(args, run, create_model(args, run, checkpoint)),
         torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"]),
         Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH)},
         metadata=metadata,
     )
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -21,7 +21,7 @@ from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Flag, Scope, ScriptParser, setting, switch
 from cli.yaml_file import read_yaml
-from distributed.worker import is_restarted, launcher_id
+from distributed.worker import launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
@@ -159,13 +159,13 @@ def uses_trained_model(args: Namespace) -> bool:
 def resume_path(args: Namespace, script: str) -> Path | None:
     """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
 
-    It is that of --checkpoint, else of --resume; a job that torchrun has restarted goes on with
-    its own run by itself.
+    It is that of --checkpoint, else of --resume; a job whose processes torchrun starts anew, since
+    one has failed or a node has joined, goes on with its own run by itself.
 
     Raises:
         InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
-    if is_restarted() and not uses_trained_model(args):
+    if not uses_trained_model(args):
         folder = interrupted_run(args, script)
         if folder is not None and checkpoint.latest_files(folder):
             return folder

@@ -202,11 +202,10 @@ def export_model(args: Namespace, run: Run) -> None:
         **{name: checkpoint[name] for name in kept},
         "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
     }
-    difference = export(
+    export(
         load_weights(args, run, create_model(args, run, checkpoint)),
         encoding(checkpoint)(texts),
         Path(args.export),
         dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
         metadata=metadata,
     )
-    print(f"{args.export}: same probabilities as the model, to {difference:.1g}")

@@ -96,15 +96,17 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def local_main_first(world: World) -> Iterator[None]:
-    """Let each node's first process run the block before the others: one download a node.
+    """Let rank 0, then each node's first process run the block before the others.
+
+    So a node downloads once, and nodes that share a disk do so together.
 
     Raises:
         InputError: the block raised it on any rank; on every rank, so that none waits for another.
     """
     with world.waiting_at_most(READ_SECONDS):
-        for is_turn in (world.local_rank == 0, world.local_rank > 0):
+        for turn in ("main", "first", "other"):
             with raise_together(world):
-                if is_turn:
+                if turn == ("main" if world.is_main else "other" if world.local_rank else "first"):
                     yield
 
 

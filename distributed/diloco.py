@@ -71,7 +71,8 @@ class DiLoCo(LocalSGD):
     def outer_step(self, parameters: Sequence[Tensor]) -> None:
         """Take the outer step: one collective, of one number of `wire_dtype` a weight."""
         parameters = list(parameters)  # it may be model.parameters(), which is gone through once
-        changes = [(a - p).flatten() for a, p in zip(self.common, parameters)]
+        # from the weights that the ranks got, which are rounded where p is in bf16 or fp16
+        changes = [(a.to(p.dtype).to(a) - p).flatten() for a, p in zip(self.common, parameters)]
         mean_changes = self.averager.mean(torch.cat(changes).to(self.wire_dtype))
         self.world.traffic += self.averager.take_traffic()
         received = mean_changes.split([len(change) for change in changes])

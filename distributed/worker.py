@@ -40,12 +40,14 @@ def _end_with_parent(parent: str | None, number: signal.Signals) -> None:
 
 
 def launcher_id() -> str:
-    """What names the process that started this one, here and nowhere else; '' where /proc is not.
+    """What names the torchrun that started this process, here and nowhere else; '' without one.
 
     torchrun, ours or torch's own, is one process per node from the start of a job to its end,
     through all restarts. Its number may be used again later, so that its start time and the boot
-    of the machine belong to the name.
+    of the machine belong to the name. Where /proc is not, it has no name.
     """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         status = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")

@@ -291,7 +291,7 @@ def _init_process_group(world: World, backend: str) -> None:
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
-        store=_meet(store, world),
+        store=_meet(store, world, backend),
         rank=rank,
         world_size=size,
         timeout=timeout,
@@ -302,30 +302,57 @@ def _init_process_group(world: World, backend: str) -> None:
         world.set_time_limit(world.limits.start)
 
 
-def _meet(store: dist.Store, world: World) -> dist.Store:
+def _meet(store: dist.Store, world: World, backend: str) -> dist.Store:
     """Wait for all ranks, choose the interface between the nodes, and return a store of their own.
 
     torchrun's store holds what earlier starts of the job have left, as the addresses of dead
-    processes. So the ranks meet under a name that they have not had before. A node that was lost
-    may come late, from a launcher that was started anew.
+    processes. So the ranks meet under a name that they have not had before, once each has shown
+    that it lives. A node that was lost may come late, from a launcher that was started anew.
+
+    Raises:
+        InputError: some processes have a GPU and others have none.
     """
     nodes_differ = world.size > world.local_size
     mine = own_address(os.environ["MASTER_ADDR"]) if nodes_differ else ""
-    arrival = f"{mine} {uuid.uuid4().hex}"
+    arrival = f"{backend} {mine} {uuid.uuid4().hex}"
     store.set(f"arrived/{world.rank}", arrival)
     if world.is_main:
-        keys = [f"arrived/{rank}" for rank in range(world.size)]
-        _wait_for_all(store, keys, world.limits.start)
-        arrivals = [store.get(key).decode() for key in keys]
-        for key, each in zip(keys, arrivals):
-            store.delete_key(key)
-            store.set(f"start/{each}", arrivals[-1])
+        store.set(f"alive/{arrival}", "")
+        arrivals = _living_arrivals(store, world)
+        backends = ",".join(sorted({each.split()[0] for each in arrivals}))
+        for each in arrivals:
+            store.set(f"start/{each}", f"{backends} {arrivals[-1]}")
+    else:
+        store.get(f"seen/{arrival}")
+        store.set(f"alive/{arrival}", "")
     start = store.get(f"start/{arrival}").decode()
+    if "," in start:
+        raise InputError("some processes have a GPU, and others none; give --device cpu or mend it")
     if nodes_differ:
         # The first node may know itself by a loopback address alone.
         is_loopback = ipaddress.ip_address(mine.partition("%")[0]).is_loopback
-        use_interface_of(own_address(start.split()[0]) if is_loopback else mine)
+        use_interface_of(own_address(start.split()[2]) if is_loopback else mine)
     return dist.PrefixStore(start, store)
+
+
+def _living_arrivals(store: dist.Store, world: World) -> list[str]:
+    """Wait until each rank has arrived and answers; return what they wrote, in their order."""
+    arrivals: dict[str, str] = {}
+    keys = [f"arrived/{rank}" for rank in range(world.size)]
+    while len(arrivals) < world.size:
+        missing = [key for key in keys if key not in arrivals]
+        _wait_for_all(store, missing, world.limits.start)
+        for key in missing:
+            arrivals[key] = store.get(key).decode()
+            store.delete_key(key)
+            store.set(f"seen/{arrivals[key]}", "")
+        alive = {key: f"alive/{each}" for key, each in arrivals.items()}
+        with contextlib.suppress(RuntimeError):  # the time is over: some had died before
+            store.wait(list(alive.values()), timedelta(seconds=RESTART_SECONDS))
+        for key in keys:
+            if not store.check([alive[key]]) or store.check([key]):  # or it has come anew
+                del arrivals[key]
+    return [arrivals[key] for key in keys]
 
 
 def _wait_for_all(store: dist.Store, keys: list[str], seconds: float) -> None:

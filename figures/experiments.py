@@ -34,7 +34,7 @@ import yaml
 
 from backends import machine
 from cli import flags
-from cli.flag_parser import FlagParser, file_path
+from cli.flag_parser import Choice, FlagParser, file_path, switch
 from errors import InputError, Interrupted, exit_code
 from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
 from training.run_folder import lock_run_folder
@@ -186,18 +186,17 @@ def experiments_parser() -> FlagParser:
     """Return the parser of the command line."""
     parser = FlagParser(__doc__, usage="[cpu | gpu] [flags]")
     add = parser.group("flags")
-    help_of_device = "Device whose experiments run (default gpu if there is one, else cpu)."
-    add("device", nargs="?", choices=("cpu", "gpu"), help=help_of_device)
-    add("--only", nargs="+", default=[], metavar="GROUP", help="Groups of the plan (default all).")
-    help_of_minutes = "Minutes until it stops; the same command continues later (default never)."
-    add("--minutes", type=flags.positive, metavar="N", help=help_of_minutes)
-    add("--list", action="store_true", help="Print what is done and what is open; run nothing.")
-    help_of_plan = "File of the experiments (default figures/experiments.yaml)."
-    add("--plan", type=file_path, default=PLAN, metavar="YAML", help=help_of_plan)
-    help_of_logs = "Folder for the logs (default figures/logs)."
-    add("--logs", type=file_path, default=LOGS, metavar="DIR", help=help_of_logs)
-    help_of_dirty = "Start runs although files are not committed; needs --logs of another folder."
-    add("--allow_dirty", action="store_true", help=help_of_dirty)
+    devices = Choice(["cpu", "gpu"])
+    add("device", devices, None, "device whose experiments run (default gpu if any)", nargs="?")
+    add("--only", str, [], "groups of the plan (default all)", nargs="+", metavar="GROUP")
+    text = "minutes until it stops; the same command continues later (default never)"
+    add("--minutes", flags.positive, None, text, metavar="N")
+    add("--list", switch, False, "names of what is done and what is open; nothing runs")
+    text = "file of the experiments (default figures/experiments.yaml)"
+    add("--plan", file_path, PLAN, text, metavar="YAML")
+    add("--logs", file_path, LOGS, "folder for the logs (default figures/logs)", metavar="DIR")
+    text = "runs although files are not committed; needs --logs of another folder"
+    add("--allow_dirty", switch, False, text)
     return parser
 
 

@@ -32,9 +32,10 @@ from training import evaluation
 from training.atomic_file import atomic_write
 from training.epoch_report import (
     EVAL_SET_NAMES,
-    epoch_result,
     how_chosen,
     is_evaluated,
+    show_result,
+    show_views,
     training_seconds,
 )
 from training.progress import device_hours
@@ -128,8 +129,7 @@ def table_of_facts(
 
 def results_of(run: ReportedRun) -> dict[str, str]:
     """Return what a run has reached and cost; '' is not known."""
-    row, flags, best = run.rows[-1], run.flags, run.best_result()
-    last = epoch_result(run.rows, row["epoch"])
+    row, flags, best = run.rows[-1], run.flags, run.best_row()
     is_meta = flags.get("mixup") == "meta"
     chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
     seconds = training_seconds(row) if "seconds" in row else 0
@@ -137,9 +137,9 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
         "planned epochs": str(flags.get("epochs", "")),
-        "last result": last.show(),
-        "averaged result": last.show_views(),
-        "best result": f"{best.show()}, {chosen}" if best else "",
+        "last result": show_result(row),
+        "averaged result": show_views(row),
+        "best result": f"{show_result(best)}, {chosen}" if best else "",
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
@@ -290,9 +290,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the report that the command line asks for."""
     parser = FlagParser(__doc__, usage="RUN... [flags]")
     add = parser.group("flags")
-    add("runs", nargs="+", type=file_path, metavar="RUN", help="Folders of the runs.")
-    help_of_out = "File for the report, whose name ends in .html (default %(default)s)."
-    add("--out", type=file_path, default=Path("report.html"), metavar="FILE", help=help_of_out)
+    add("runs", file_path, None, "folders of the runs", nargs="+", metavar="RUN")
+    text = "file for the report, whose name ends in .html"
+    add("--out", file_path, Path("report.html"), text, metavar="FILE")
     args = parser.parse_args(argv)
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")

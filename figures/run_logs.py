@@ -27,7 +27,7 @@ import numpy as np
 
 from errors import InputError
 from training.atomic_file import atomic_write_text
-from training.epoch_report import EVAL_SET_NAMES, METRIC_NAMES, EpochResult, is_evaluated
+from training.epoch_report import EVAL_SET_NAMES, METRIC_NAMES, is_evaluated
 from training.progress import EarlyStop, best_row
 from training.run_log import CONFUSION_FILE
 
@@ -253,10 +253,9 @@ class ReportedRun:
     flags: dict[str, Any]
     confusion: Confusion | None
 
-    def best_result(self) -> EpochResult | None:
-        """What the first of the best epochs reached; None where none was evaluated."""
-        row = best_row(self.rows, chosen_by(self.flags, self.rows))
-        return EpochResult(row["epoch"], row) if row else None
+    def best_row(self) -> Mapping[str, Any] | None:
+        """The row of the first of the best epochs; None where none was evaluated."""
+        return best_row(self.rows, chosen_by(self.flags, self.rows))
 
 
 def read_run(folder: Path, name: str = "") -> ReportedRun:

@@ -13,6 +13,7 @@ one rank of W x b rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 BATCHES_PER_SORT = 128  # batches whose rows are sorted by length together, see `Sampler`
 
 
+@dataclass(eq=False)
 class Sampler:
     """Shuffles the rows of a training set into global batches.
 
@@ -35,18 +37,11 @@ class Sampler:
             where each row comes once.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        seed: int,
-        *,
-        lengths: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> None:
-        self.rows = rows
-        self.seed = seed
-        self.lengths = lengths
-        self.labels = labels
+    rows: int
+    seed: int
+    _: KW_ONLY
+    lengths: Tensor | None = None
+    labels: Tensor | None = None
 
     def __len__(self) -> int:
         return self.rows

@@ -130,11 +130,9 @@ def read_text_splits(
     if name == "headlines":
         return read_headlines(), AGNEWS_CLASSES
     if name == "csv":
+        columns = choice or ColumnChoice()
         return read_own_csv(
-            Path(data_dir),
-            choice or ColumnChoice(),
-            classes=classes,
-            train_is_enough=train_is_enough,
+            Path(data_dir), columns, classes=classes, train_is_enough=train_is_enough
         )
     folder = Path(data_dir) / "ag_news_csv"
     for file in AGNEWS_FILES:

@@ -33,6 +33,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
     needs_one_device = False  # whether all parameters of a group must lie on one
+    made_of: Sequence[Any] = (None,)  # see `remake`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.made_of = (None,)
 
     @abstractmethod
     def _apply_step(self) -> None:
@@ -40,6 +45,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = self.defaults | param_group
+        if group.get("maximize"):
+            raise ValueError(f"{type(self).__name__}: maximize is not there; negate the loss")
         for setting, is_in_range in (RANGES | self.own_ranges).items():
             if setting in group and not is_in_range(group[setting]):
                 name = type(self).__name__
@@ -50,6 +57,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             name = type(self).__name__
             raise ValueError(f"{name}: a group on several devices; give one for each")
+
+    def remake(self, made_of: Callable[[], Sequence[Any]], make: Callable[[], None]) -> None:
+        """Calls `make` where that of which it makes something is not that of the last call."""
+        if not are_same(made_of(), self.made_of):
+            make()
+            self.made_of = made_of()  # the states may be views of what was made by now
 
     def held(self, *names: str) -> list[Any]:
         """All parameters, then their states of these names; None for one that does not exist."""
@@ -151,6 +164,16 @@ class GradScalerOptimizer(CheckedOptimizer):
         grads = [torch.where(skip, zero, grad) for grad in grads]  # one kernel each
         return parameters, grads, (self.found_inf == 0).double()
 
+    def moments(
+        self, parameters: list[Tensor], like: list[Tensor], *names: str
+    ) -> list[list[Tensor]]:
+        """The states of these names, a list for each, which begin as zeros."""
+        for p, each in zip(parameters, like):
+            for name in names:
+                if name not in self.state[p]:
+                    self.state[p][name] = torch.zeros_like(each)
+        return [[self.state[p][name] for p in parameters] for name in names]
+
     def step_along(
         self,
         updates: list[Tensor],
@@ -168,10 +191,7 @@ class GradScalerOptimizer(CheckedOptimizer):
             active: see `unscaled_grads`.
         """
         if momentum := group["momentum"]:
-            for p, update in zip(parameters, updates):
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(update)
-            buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+            (buffers,) = self.moments(parameters, updates, "momentum_buffer")
             if active is None:
                 torch._foreach_mul_(buffers, momentum)
             else:  # in a skipped step the buffers stay, and no weight decay is added to them

@@ -62,12 +62,7 @@ class LAMB(GradScalerOptimizer):
             parameters, grads, active = self.unscaled_grads(group)
             if not parameters:
                 continue
-            for p, grad in zip(parameters, grads):
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(grad)
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(grad)
-            m = [self.state[p]["exp_avg"] for p in parameters]
-            v = [self.state[p]["exp_avg_sq"] for p in parameters]
+            m, v = self.moments(parameters, grads, "exp_avg", "exp_avg_sq")
             device = parameters[0].device
             steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
             steps += 1 if active is None else active

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimizers.base import CheckedOptimizer, are_same
+from optimizers.base import CheckedOptimizer
 from optimizers.param_groups import is_matrix
 from optimizers.torch_fused import laid_out_like
 
@@ -19,7 +19,8 @@ class Muon(CheckedOptimizer):
     """torch.optim.Muon (Jordan, 2024) and torch.optim.AdamW as one optimizer.
 
     A convolution's weight is a matrix of shape (outputs, everything else). A step of a matrix has
-    about the length that `ngd.NGD` gives it; Muon's polynomial makes it up to a fifth shorter.
+    about the length that `ngd.NGD` gives it; Muon's polynomial makes it up to a fifth shorter, and
+    it is much shorter where the momentum has a low rank, in small batches.
 
     Args:
         params: parameters or parameter groups. A group with `ngd=False` is under AdamW, as are
@@ -59,12 +60,6 @@ class Muon(CheckedOptimizer):
             "ngd": ngd,
         }
         super().__init__(params, defaults)
-        self.layout: Any = None
-        self.made_of: list[Any] = []
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.layout = None
 
     def _create_parts(self) -> None:
         """Creates the optimizers of each group, whose states are those of this optimizer."""
@@ -95,14 +90,14 @@ class Muon(CheckedOptimizer):
             self.matrices.append(pairs)
             self.parts.append(parts)
 
+    def _made_of(self) -> list[Any]:
+        """What the parts depend on."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        layout = [number for p in parameters for number in (p.data_ptr(), *p.stride())]
+        return [*layout, *self.held("momentum_buffer", "exp_avg", "exp_avg_sq")]
+
     def _apply_step(self) -> None:
-        layout = [
-            (p.data_ptr(), p.stride()) for group in self.param_groups for p in group["params"]
-        ]
-        names = "momentum_buffer", "exp_avg", "exp_avg_sq"
-        if self.layout != layout or not are_same(self.held(*names), self.made_of):
-            self._create_parts()
-            self.layout, self.made_of = layout, self.held(*names)
+        self.remake(self._made_of, self._create_parts)
         for group, parts, pairs in zip(self.param_groups, self.parts, self.matrices):
             for p, matrix in pairs:
                 matrix.grad = None if p.grad is None else as_matrix(p.grad, like=p)

@@ -146,17 +146,3 @@ class Schedule:
 def _half_cosine(start: float, end: float, share: float) -> float:
     """Half a cosine wave, from `start` at share 0 to `end` at share 1."""
     return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
-
-
-def scale_lr(lr: float, rule: str, *, batch_size: int, base_batch_size: int) -> float:
-    """Scales a learning rate with the batch size.
-
-    Args:
-        lr: the rate that was tuned for `base_batch_size`.
-        rule: 'linear' (Goyal et al., arXiv:1706.02677), 'sqrt' (Krizhevsky, arXiv:1404.5997), or
-            'none' for no scaling.
-        batch_size: samples of the global batch.
-        base_batch_size: samples of the batch that `lr` was tuned for.
-    """
-    ratio = batch_size / base_batch_size
-    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,38 +84,28 @@ def training_seconds(row: Mapping[str, Any]) -> float:
     return row["seconds"] - row.get("compile_seconds", 0.0) - row.get("eval_seconds", 0.0)
 
 
-@dataclass(frozen=True)
-class EpochResult:
-    """What a run had reached after one of its epochs."""
-
-    epoch: int  # its number, counted from 1; 0 is before the first one
-    row: Mapping[str, Any]  # of metrics.jsonl; empty before the first epoch
-
-    def show(self) -> str:
-        """For example 'epoch 6, test accuracy 94.00 %, macro-F1 93.71 %'."""
-        epoch = f"epoch {self.epoch}" if self.epoch else "before the first epoch"
-        return ", ".join([epoch, *self._shares("")])
-
-    def show_views(self) -> str:
-        """The same of outputs that are averaged over views of each image; '' without such."""
-        if "views" not in self.row:
-            return ""
-        shares = ", ".join(self._shares("_views"))
-        return f"{shares}, averaged over {self.row['views']} views of each image"
-
-    def _shares(self, suffix: str) -> list[str]:
-        """Accuracy and macro-F1 on each evaluation set in words, as far as the row has them."""
-        shares = []
-        for name, eval_set in EVAL_SET_NAMES.items():
-            for metric, text in (("accuracy", f"{eval_set} accuracy"), ("macro_f1", "macro-F1")):
-                if (share := self.row.get(f"{name}_{metric}{suffix}")) is not None:
-                    shares.append(f"{text} {100 * share:.2f} %")
-        return shares
+def show_result(row: Mapping[str, Any]) -> str:
+    """A row of metrics.jsonl, as 'epoch 6, test accuracy 94.00 %, macro-F1 93.71 %'."""
+    epoch = f"epoch {row['epoch']}" if row else "before the first epoch"
+    return ", ".join([epoch, *_shares(row, "")])
 
 
-def epoch_result(rows: Sequence[Mapping[str, Any]], epoch: int) -> EpochResult:
-    """The result of an epoch, counted from 1, from the rows of metrics.jsonl."""
-    return EpochResult(epoch, next((row for row in rows if row["epoch"] == epoch), {}))
+def show_views(row: Mapping[str, Any]) -> str:
+    """The same of outputs that are averaged over views of each image; '' without such."""
+    if "views" not in row:
+        return ""
+    shares = ", ".join(_shares(row, "_views"))
+    return f"{shares}, averaged over {row['views']} views of each image"
+
+
+def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
+    """Accuracy and macro-F1 on each evaluation set in words, as far as the row has them."""
+    shares = []
+    for name, eval_set in EVAL_SET_NAMES.items():
+        for metric, text in (("accuracy", f"{eval_set} accuracy"), ("macro_f1", "macro-F1")):
+            if (share := row.get(f"{name}_{metric}{suffix}")) is not None:
+                shares.append(f"{text} {100 * share:.2f} %")
+    return shares
 
 
 def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learned: bool) -> str:
@@ -151,14 +140,14 @@ def report_result(trainer: Trainer) -> None:
     progress, is_saved = trainer.progress, "last" not in trainer.unsaved
     rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
-    last = epoch_result(rows, progress.epoch)
-    print(f"last.pt: {last.show()}{missing}")
-    if over_views := last.show_views():
+    last = rows[-1] if rows else {}
+    print(f"last.pt: {show_result(last)}{missing}")
+    if over_views := show_views(last):
         print(f"last.pt: {over_views}")
     if best_epoch:
         is_meta = trainer.meta_learner is not None
         chosen = how_chosen(rows, chosen_by=trainer.early_stop.chosen_by, meta_learned=is_meta)
-        print(f"best.pt: {epoch_result(rows, best_epoch).show()} ({chosen})")
+        print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
     speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
@@ -169,7 +158,7 @@ def report_result(trainer: Trainer) -> None:
         flush=True,
     )
     found = dict(trainer.metadata["baseline"])
-    accuracy = last.row.get(f"{found.pop('eval_set', '')}_accuracy")
+    accuracy = last.get(f"{found.pop('eval_set', '')}_accuracy")
     if accuracy is not None:
         print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
     if not is_saved:
@@ -191,6 +180,6 @@ def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:
 
 def describe_progress(progress: Mapping[str, Any]) -> str:
     """Where a checkpoint was written, and the accuracies of the epoch before."""
-    reached = epoch_result(progress["rows"], progress["epoch"]).show()
+    reached = show_result(progress["rows"][-1] if progress["rows"] else {})
     steps = progress["step_in_epoch"]
     return f"{reached}, and {steps} steps of the next epoch" if steps else reached

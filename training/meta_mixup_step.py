@@ -149,15 +149,18 @@ class MetaMixupStep:
 def adam_metric(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
     """1 / (sqrt(v) + eps) of each parameter that is trained; None unless the optimizer is AdamW.
 
-    v is Adam's second moment, whose bias is corrected; before the first step there is none.
+    v is Adam's second moment, whose bias is corrected; before the first step there is none. It is 0
+    of a parameter that never had a gradient.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not isinstance(optimizer, torch.optim.AdamW) or len(optimizer.state) < len(parameters):
+    if not isinstance(optimizer, torch.optim.AdamW) or not any(optimizer.state.values()):
         return None
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     metric = []
-    for p in parameters:
-        state, group = optimizer.state[p], groups[p]
+    for p in (p for p in model.parameters() if p.requires_grad):
+        state, group = optimizer.state.get(p), groups[p]
+        if not state:
+            metric.append(torch.zeros_like(p))
+            continue
         corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])
         metric.append(1 / (corrected.sqrt() + group["eps"]))
     return metric

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distributed.agreement import on_main
-from distributed.worker import is_restarted, launcher_id
+from distributed.worker import launcher_id
 from distributed.world import World
 from errors import InputError, writing
 from training.checkpoint import latest_files, read_progress
@@ -139,7 +139,7 @@ def check_overwritten(
 ) -> None:
     """Check that a run does not overwrite what it is not a part of.
 
-    A job that torchrun has restarted goes on with what it wrote before.
+    A job whose processes torchrun starts anew goes on with what it wrote before.
 
     Args:
         out: the run folder, or None for a new one.
@@ -152,7 +152,7 @@ def check_overwritten(
         return
     folder, source = Path(out), Path(state["file"] if state else "")
     if state is None or source.resolve().parent != folder.resolve():
-        is_own = is_restarted() and is_run_of(launcher_id(), folder)
+        is_own = is_run_of(launcher_id(), folder)
         holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
         if holds_run and not is_own:
             raise InputError(

@@ -23,7 +23,7 @@ from cli import flags, options
 from cli.flag_parser import Choice, FlagParser, file_path
 from errors import InputError, exit_code
 from tuning.config import Arm
-from tuning.sweep import SCRIPTS, check_optuna
+from tuning.sweep import HELD_OUT, SCRIPTS, check_optuna
 from tuning.target_script import TargetScript, script_parser
 
 IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
@@ -35,19 +35,16 @@ def compare_parser() -> FlagParser:
     parser = FlagParser(__doc__, usage, foreign={"--output": "--out", "--output_dir": "--out"})
     add = parser.group("race")
     number = partial(add, metavar="N")
-    count = partial(number, type=flags.count)
-    add("script", type=Choice(SCRIPTS), metavar="SCRIPT", help=f"One of {', '.join(SCRIPTS)}.")
-    add("--optimizers", nargs="+", metavar="NAME", help="Short form of --vary optimizer=A,B.")
-    add("--vary", metavar="FLAG=A,B", help="Flag, or recipe, and its value in each arm.")
-    count("--seeds", default=3, help="Seeds of the runs in full (default %(default)s).")
-    help_of_minutes = "Time, for which trials and epochs are chosen (default %(default)g)."
-    number("--minutes", type=flags.positive, default=30.0, help=help_of_minutes)
-    help_of_held_out = "Held-out share of the training rows (default %(default)s)."
-    number("--val_fraction", type=flags.below_one, default=0.2, help=help_of_held_out)
-    count("--jobs", default=1, help="Runs at a time, each on a GPU or core (default %(default)s).")
-    count("--nproc", default=1, help="Processes of each run (default %(default)s).")
-    help_of_out = "Folder of the race (default races/SCRIPT-FLAG)."
-    add("--out", type=file_path, metavar="DIR", help=help_of_out)
+    add("script", Choice(SCRIPTS), None, "entry script", metavar="SCRIPT")
+    words = "short form of --vary optimizer=A,B"
+    add("--optimizers", str, None, words, nargs="+", metavar="NAME")
+    add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
+    number("--seeds", flags.count, 3, "seeds of the runs in full")
+    number("--minutes", flags.positive, 30.0, "time, for which trials and epochs are chosen")
+    number("--val_fraction", HELD_OUT, 0.2, "held-out share of the training rows")
+    number("--jobs", flags.count, 1, "runs at a time, each on a GPU or core")
+    number("--nproc", flags.count, 1, "processes of each run")
+    add("--out", file_path, None, "folder of the race (default races/SCRIPT-FLAG)", metavar="DIR")
     return parser
 
 

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from cli import flags
-from cli.flag_parser import Choice, FlagParser, file_path
+from cli.flag_parser import Choice, FlagParser, file_path, number
 from errors import InputError, exit_code
 from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
 
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
+HELD_OUT = number(float, 0, 0.999, open_low=True)  # the type of --val_fraction
 TRIALS = 20
 TRIAL_ARGUMENTS = ("--subset", "0.1", "--epoch", "5")  # which the command line overrides
 
@@ -34,26 +35,20 @@ def sweep_parser() -> FlagParser:
     """Return the parser of a sweep's own flags."""
     parser = FlagParser(__doc__, foreign={"--output": "--out", "--output_dir": "--out"})
     add = parser.group("sweep")
-    count = partial(add, type=flags.count, metavar="N")
-    natural = partial(add, type=flags.natural, metavar="N")
-    share = partial(add, type=flags.below_one, metavar="F")
-    help_of_script = "Entry script (default %(default)s)."
-    add("--script", type=Choice(SCRIPTS), default=SCRIPTS[0], help=help_of_script)
-    add("--space", type=file_path, metavar="YAML", help="Search space (default tuning/*.yaml).")
-    count("--trials", help=f"Trials, earlier starts included (default {TRIALS}; of a grid all).")
-    samplers, pruners = ["tpe", "random", "grid"], ["median", "none"]
-    help_of_sampler = "Optuna's sampler; grid is all choices in turn (default %(default)s)."
-    add("--sampler", type=Choice(samplers), default="tpe", help=help_of_sampler)
-    help_of_pruner = "Optuna's pruner, which ends hopeless trials early (default %(default)s)."
-    add("--pruner", type=Choice(pruners), default="median", help=help_of_pruner)
-    help_of_objective = "accuracy, or time_to:0.9, the seconds to reach it (default %(default)s)."
-    add("--objective", default="accuracy", help=help_of_objective)
-    share("--val_fraction", default=0.1, help="Held-out training rows (default %(default)s).")
-    natural("--sweep_seed", default=0, help="Seed of the sampler (default %(default)s).")
-    count("--jobs", default=1, help="Trials at a time, each on a GPU or core (%(default)s).")
-    count("--nproc", default=1, help="Processes of each trial (default %(default)s).")
-    help_of_out = "Folder of the sweep (default runs/tuning-SCRIPT)."
-    add("--out", type=file_path, metavar="DIR", help=help_of_out)
+    count = partial(add, metavar="N")
+    add("--script", Choice(SCRIPTS), SCRIPTS[0], "entry script")
+    add("--space", file_path, None, "search space (default tuning/*.yaml)", metavar="YAML")
+    default = f"(default {TRIALS}; of a grid all)"
+    count("--trials", flags.count, None, f"trials, earlier starts included {default}")
+    samplers = Choice(["tpe", "random", "grid"])
+    add("--sampler", samplers, "tpe", "Optuna's sampler; grid takes all choices in turn")
+    add("--pruner", Choice(["median", "none"]), "median", "Optuna's end of hopeless trials")
+    add("--objective", str, "accuracy", "accuracy, or time_to:0.9, the seconds to reach it")
+    add("--val_fraction", HELD_OUT, 0.1, "held-out training rows", metavar="F")
+    count("--sweep_seed", flags.natural, 0, "seed of the sampler")
+    count("--jobs", flags.count, 1, "trials at a time, each on a GPU or core")
+    count("--nproc", flags.count, 1, "processes of each trial")
+    add("--out", file_path, None, "folder of the sweep (default runs/tuning-SCRIPT)", metavar="DIR")
     return parser
 
 
@@ -79,8 +74,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.sampler == "grid":
         whole = math.prod(map(len, space.grid(searched).values()))
         trials = min(args.trials or whole, whole)
-    if not args.val_fraction:
-        raise InputError("--val_fraction 0: a sweep needs held-out rows to compare trials by")
     read = {"script": script, "space": searched, "objective": Objective.parse(args.objective)}
     read |= {"trials": trials, "out": args.out or Path("runs", f"tuning-{name}")}
     config = SweepConfig(**vars(args) | read)

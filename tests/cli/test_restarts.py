@@ -84,7 +84,8 @@ def test_a_restarted_job_that_had_resumed_another_run(runs, restarted):
     assert parse(*resume) == ("old", str(old / "last.pt"))
 
 
-def test_a_launcher_is_named_alike_by_its_workers_and_by_no_others():
+def test_a_launcher_is_named_alike_by_its_workers_and_by_no_others(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "faster-training")
     context = multiprocessing.get_context("fork")
     with context.Pool(1) as first, context.Pool(1) as second:
         ours = {pool.apply(launcher_id) for pool in (first, second)}

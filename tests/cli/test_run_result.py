@@ -130,7 +130,7 @@ def test_the_metric_of_the_flag_chooses_the_best_epoch(here, monkeypatch):
         by = "" if metric == "accuracy" else f" by {evaluation.METRIC_NAMES[metric]}"
         assert line.endswith(f"(chosen{by} on the test set, so it is optimistic)")
         assert checkpoint.load(here / metric / "best.pt")["progress"]["epoch"] == epoch
-        assert read_run(here / metric).best_result().epoch == epoch, "also in a report"
+        assert read_run(here / metric).best_row()["epoch"] == epoch, "also in a report"
 
 
 def test_what_ends_a_run():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,7 @@ from distributed.world import lost_peer_reason
 
 JOB = """
 import os, signal, sys
+import pytest
 import torch
 import torch.distributed as dist
 import errors
@@ -73,6 +76,25 @@ def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path):
     assert "waiting up to 3 s for a lost node" in console.splitlines()
     assert "(no answer for 3 s, see --timeout)" in console.splitlines()[-1], console
     assert "Traceback" not in console
+
+
+def test_ranks_meet_those_that_live_and_have_the_same_device(monkeypatch):
+    monkeypatch.setattr(world, "RESTART_SECONDS", 0.2)
+    both = [world.World(rank=rank, size=2, local_rank=rank, local_size=2) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        for backend in ("gloo", "nccl"):
+            store = dist.HashStore()
+            store.set("arrived/1", "gloo  the-dead")
+            first = pool.submit(world._meet, store, both[0], "gloo")
+            store.get("seen/gloo  the-dead")
+            second = pool.submit(world._meet, store, both[1], backend)
+            if backend == "gloo":
+                first.result().set("key", "value")
+                assert second.result().get("key") == b"value"
+            else:
+                for each in (first, second):
+                    with pytest.raises(errors.InputError, match="have a GPU, and others none"):
+                        each.result()
 
 
 def test_only_a_lost_connection_is_told_as_one():

@@ -10,7 +10,9 @@ import pytest
 
 import ranks
 
-CODE = "from backends import device; print(device.set_num_threads(0, local_world_size=1))"
+CODE = """import torch; from backends import device
+device.set_num_threads(0, local_world_size=1)
+print(torch.get_num_threads())"""
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from optimizer_cases import (
 from optimizers import kaldi_ngd
 from optimizers.base import step_unless_skipped
 from optimizers.param_groups import decay_groups
-from optimizers.schedules import Schedule, scale_lr
+from optimizers.schedules import Schedule
 from resnet50_test import OPTIMIZERS
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
@@ -115,12 +115,6 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
     for t in (0, 1.5, 4, 8):
         assert warm(4 + t) == pytest.approx(plain(t))
     assert warm(12) == pytest.approx(end)
-
-
-def test_learning_rate_scales_with_the_batch():
-    for rule, factor in (("none", 1), ("linear", 8), ("sqrt", math.sqrt(8))):
-        found = scale_lr(0.1, rule, batch_size=1024, base_batch_size=128)
-        assert found == pytest.approx(0.1 * factor)
 
 
 def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions():
