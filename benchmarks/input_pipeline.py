@@ -66,7 +66,7 @@ def make_files(folder: Path, files: int) -> None:
 
 def ours(folder: str, workers: int) -> Iterator[int]:
     keep_freed_memory()  # as the entry scripts do
-    splits, _ = read_image_splits("folder", folder, image_size=SIZE, train_is_enough=True)
+    splits, _ = read_image_splits("folder", folder, image_size=SIZE, enough=["train"])
     train, decoder = splits["train"], image_batches.FileDecoder(workers)
     mean, std = image_batches.channel_statistics(train, decoder)
     augmentation = AUGMENTATIONS["folder"]

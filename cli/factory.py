@@ -46,12 +46,12 @@ from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import READ_SECONDS, World
 from dynamic_batch import WorkerBalancer
-from errors import InputError, did_you_mean, excerpt, refused_as
+from errors import InputError, refused_as
 from input_pipeline import own_data
 from input_pipeline.baseline import MOST_CLASSES, Baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.fingerprint import check_data
-from input_pipeline.label_noise import with_noise
+from input_pipeline.label_noise import class_number, swapped_classes, with_noise
 from input_pipeline.sampler import held_out_rows, stratified_rows
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion, pretrained
@@ -219,8 +219,10 @@ def choose_rows(
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits
+    is_other_data = args.evaluate and "the data" in redrawn_by(run)
     for name, rows in split_rows(args, torch.as_tensor(train.labels), has_val).items():
-        chosen[name] = train if len(rows) == len(train.labels) else train.select_rows(rows)
+        is_whole = len(rows) == len(train.labels) or is_other_data
+        chosen[name] = train if is_whole else train.select_rows(rows)
     if args.dataset in own_data.DATASETS and not args.evaluate and run.world.is_main:
         notes = [note for split in splits.values() for note in split.notes]
         if has_val and args.val_fraction:
@@ -230,13 +232,28 @@ def choose_rows(
     redrawn = redrawn_by(run)
     before, now = redrawn.get("--val_fraction", (0, args.val_fraction))
     has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
-    if redrawn and not has_fewer and "val" in chosen and not has_val and run.world.is_main:
+    if (
+        redrawn
+        and not has_fewer
+        and not is_other_data
+        and "val" in chosen
+        and not has_val
+        and run.world.is_main
+    ):
         names = " and ".join(redrawn)
         print(f"warning: {names} changed: the run has trained on some of the rows now held out")
     if args.evaluate:  # only one training row is prepared, since nothing trains
         chosen["train"] = chosen["train"].select_rows(torch.arange(1))
     elif args.label_noise:
-        chosen["train"] = add_label_noise(args, run, chosen["train"], classes=classes)
+        share, _, pairs = str(args.label_noise).partition(":")
+        right, seed = torch.as_tensor(chosen["train"].labels), args.seed + NOISE_SEED
+        with refused_as("--label_noise"):
+            wrong = swapped_classes(pairs, classes)
+        noisy = with_noise(right, float(share), classes=len(classes), seed=seed, wrong=wrong)
+        chosen["train"] = chosen["train"].with_labels(noisy)
+        if run.world.is_main:
+            count = int((noisy != right).sum())
+            print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)
     return chosen, fingerprint
 
 
@@ -245,45 +262,6 @@ def redrawn_by(run: Run) -> dict[str, Any]:
     changed = run.checkpoint.get("changed", {}) if run.checkpoint else {}
     names = ("--seed", "--subset", "--val_fraction", "the data")
     return {name: changed[name] for name in names if name in changed}
-
-
-def add_label_noise(args: Namespace, run: Run, train: Any, *, classes: Sequence[str]) -> Any:
-    """The training split with wrong labels by --label_noise.
-
-    Raises:
-        InputError: it names a class that the data does not have.
-    """
-    share, _, pairs = str(args.label_noise).partition(":")
-    wrong = torch.arange(len(classes))
-    for pair in pairs.split(",") if pairs else ():
-        a, b = (class_number("--label_noise", name, classes) for name in pair.split("="))
-        wrong[a], wrong[b] = b, a
-    right = torch.as_tensor(train.labels)
-    noisy = with_noise(
-        right,
-        float(share),
-        classes=len(classes),
-        seed=args.seed + NOISE_SEED,
-        wrong=wrong if pairs else None,
-    )
-    if run.world.is_main:
-        count = int((noisy != right).sum())
-        print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)
-    return train.with_labels(noisy)
-
-
-def class_number(flag: str, name: str, classes: Sequence[str]) -> int:
-    """The number of the class that a flag names.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name in classes:
-        return classes.index(name)
-    raise InputError(
-        f"{flag}: there is no class {excerpt(name)}; the classes are "
-        f"{own_data.list_names(classes)}{did_you_mean(name, classes)}"
-    )
 
 
 def report_baseline(
@@ -392,8 +370,9 @@ def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
     counts = data.labels.bincount(minlength=len(classes)).double()
     weights = 1 / counts.clamp(min=1)
     if given != "balanced":
-        for name in given:
-            class_number("--class_weights", name, classes)
+        with refused_as("--class_weights"):
+            for name in given:
+                class_number(name, classes)
         weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
     weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
@@ -649,7 +628,8 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
-        why = "" if name == "test" else ", which also chose the best epoch"
+        is_new = name == "test" or "the data" in redrawn_by(run)
+        why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""
         print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(evaluation.class_table(result, classes))

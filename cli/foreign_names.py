@@ -24,6 +24,7 @@ NAMES = {  # our flag, value or setting: its foreign names
     "--augment_args=jitter=": "--color_jitter",
     "--best_by": "--metric_for_best_model",
     "--patience": "--early_stopping_patience",
+    "--weights": "--initial_checkpoint",
     "--max_len": "--max_seq_length",
     # ---- optimizer and learning rate
     "--optimizer": "--opt --optim",
@@ -73,6 +74,10 @@ FOREIGN = {
     **{name: own for own, names in NAMES.items() for name in names.split()},
     **{f"--{key}": f"{own}={key}=" for own, keys in SETTINGS.items() for key in keys.split()},
     # ---- without a counterpart
+    "--pretrained": "it is --weights DEFAULT",
+    "--num_classes": "the data says it",
+    "--warmup_ratio": "it is --warmup, in epochs",
+    "--load_best_model_at_end": "best.pt is kept beside last.pt",
     "--amp": "it is --precision bf16 or fp16",
     "--logging_steps": "it is --log_every, which takes seconds",
     "--do_train": "the script trains unless --evaluate, --predict or --export is given",

@@ -89,7 +89,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             image_size=args.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
             classes=run.checkpoint["classes"] if run.checkpoint else (),
-            train_is_enough=bool(args.val_fraction),
+            enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes)
     train = chosen["train"]

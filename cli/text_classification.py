@@ -21,7 +21,6 @@ from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import PAD, TextDataset, encode_texts
-from input_pipeline.text_datasets import TextSplit
 from models import pretrained
 from models.hugging_face import HF, Encoder, refused
 from models.pretrained import SavedModel
@@ -81,7 +80,22 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     Raises:
         InputError: the data set is missing or broken.
     """
-    chosen, metadata = read_splits(args, run)
+    columns: Sequence[str] = ()
+    if run.checkpoint and "--text_column" not in run.checkpoint.get("changed", {}):
+        columns = run.checkpoint["columns"]
+    splits, classes = once_a_node(
+        run.world,
+        lambda: text_datasets.read_text_splits(
+            args.dataset,
+            args.data_dir,
+            choice=ColumnChoice(args.label_column, tuple(args.text_column)),
+            classes=run.checkpoint["classes"] if run.checkpoint else (),
+            trained=columns,
+            enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
+        ),
+    )
+    chosen, fingerprint = choose_rows(args, run, splits, classes)
+    baseline = report_baseline(args, run, chosen, text_baseline)
     encoder: Mapping[str, Any] = {}
     if run.checkpoint:
         tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
@@ -107,30 +121,13 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
     if args.prior == "naive_bayes" and not encoder:
-        size, classes = tokenizer.get_vocab_size(), len(metadata["classes"])
-        prior = naive_bayes_scores(sets["train"], size, classes=classes)
+        size = tokenizer.get_vocab_size()
+        prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
+    metadata: dict[str, Any] = {"classes": classes, "data": fingerprint, "baseline": baseline}
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
-    metadata |= {"encoder": encoder, "pad": pad}
+    metadata |= {"columns": splits["train"].columns, "encoder": encoder, "pad": pad}
     train = sets.pop("train")
     return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
-
-
-def read_splits(args: Namespace, run: Run) -> tuple[dict[str, TextSplit], dict[str, Any]]:
-    """The rows of each split, and what a checkpoint keeps of the data."""
-    splits, classes = once_a_node(
-        run.world,
-        lambda: text_datasets.read_text_splits(
-            args.dataset,
-            args.data_dir,
-            choice=ColumnChoice(args.label_column, tuple(args.text_column)),
-            classes=run.checkpoint["classes"] if run.checkpoint else (),
-            train_is_enough=bool(args.val_fraction),
-        ),
-    )
-    chosen, fingerprint = choose_rows(args, run, splits, classes)
-    baseline = report_baseline(args, run, chosen, text_baseline)
-    kept = {"classes": classes, "data": fingerprint, "columns": splits["train"].columns}
-    return chosen, {**kept, "baseline": baseline}
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:

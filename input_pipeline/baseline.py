@@ -70,11 +70,16 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     train, evaluated = (
         split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
     )
+    texts, eval_texts = ([text[:LONGEST_TEXT] for text in s.texts] for s in (train, evaluated))
+    try:
+        inputs, eval_inputs = vectorizer.fit_transform(texts), vectorizer.transform(eval_texts)
+    except ValueError:  # there is no word
+        inputs, eval_inputs = ([[0.0]] * len(each) for each in (texts, eval_texts))
     return fit(
         "TF-IDF",
-        vectorizer.fit_transform(text[:LONGEST_TEXT] for text in train.texts),
+        inputs,
         train.labels,
-        eval_inputs=vectorizer.transform(text[:LONGEST_TEXT] for text in evaluated.texts),
+        eval_inputs=eval_inputs,
         eval_labels=evaluated.labels,
         strength=10,
     )

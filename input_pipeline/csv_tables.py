@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ def open_table(
     if path.suffix.lower() == ".jsonl":
         read, has_header = partial(read_json_lines, path, names_of_objects(path)), True
     else:
-        found = map(SEPARATORS[path.suffix.lower()].search, utf8_lines(path))
+        unquoted = ("".join(line.split('"')[::2]) for line in utf8_lines(path) if line.strip())
+        begin = islice(unquoted, None if has_label else 1)  # a file may have a single column
+        found = map(SEPARATORS[path.suffix.lower()].search, begin)
         separator = next((match[0] for match in found if match), ",")
         read = partial(read_rows, path, separator, least=1 + has_label)
         has_header = bool(train.header) if train else is_header(read(), choice)
@@ -199,7 +202,7 @@ def utf8_lines(path: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int = 2) -> Rows:
-    """Yield the rows of a csv file that are not blank.
+    """Yield the rows of a csv file that are not blank; with `least` 1 those of empty cells, too.
 
     Quotes enclose cells, but where tabs separate them: such files mostly do not quote their texts,
     and there a quote is an ordinary character.
@@ -222,7 +225,7 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
     is_empty = True
     try:
         for number, row in enumerate(reader, 1):
-            if not any(cell.strip() for cell in row):
+            if not row or (least > 1 and not any(cell.strip() for cell in row)):
                 continue
             columns = columns or max(least, len(row))
             if len(row) != columns:

@@ -110,7 +110,7 @@ def read_image_splits(
     image_size: int = 0,
     interpolation: str = "bilinear",
     classes: Sequence[str] = (),
-    train_is_enough: bool = False,
+    enough: Sequence[str] = (),
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
@@ -120,7 +120,7 @@ def read_image_splits(
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
         interpolation: as of `ImageSplit`.
         classes: of 'folder': the classes of a trained model; empty to take those of the folders.
-        train_is_enough: of 'folder': accept a training set alone.
+        enough: of 'folder': see `needed_splits`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -130,7 +130,7 @@ def read_image_splits(
     if name == "folder":
         size = image_size or FOLDER_IMAGE_SIZE
         dataset_splits, class_names = read_folder(
-            Path(data_dir), size, classes=classes, train_is_enough=train_is_enough
+            Path(data_dir), size, classes=classes, enough=enough
         )
     else:
         dataset_splits, class_names = (
@@ -191,7 +191,7 @@ def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
 
 
 def read_folder(
-    root: Path, size: int, *, classes: Sequence[str] = (), train_is_enough: bool = False
+    root: Path, size: int, *, classes: Sequence[str] = (), enough: Sequence[str] = ()
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """List the images of a folder, which are decoded later.
 
@@ -202,13 +202,13 @@ def read_folder(
         root: the folder.
         size: pixels a side to which images are scaled and cropped.
         classes: of a trained model; empty to take the names of the folders in train/, sorted.
-        train_is_enough: accept a training set alone.
+        enough: see `needed_splits`.
     Returns:
         The splits that are there, and the classes.
     Raises:
         InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    paths = needed_splits(root, train_is_enough=train_is_enough)
+    paths = needed_splits(root, enough=enough)
     names = list(classes)
     if not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))

@@ -5,8 +5,13 @@ labels = with_noise(labels, 0.4, classes=10, seed=0)     # 40 % of the rows of e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from errors import did_you_mean, excerpt
+from input_pipeline.own_data import list_names
 
 
 def with_noise(
@@ -35,3 +40,26 @@ def with_noise(
         others = (label + offset) % classes
         noisy[rows_of_class[:count]] = others if wrong is None else wrong[label]
     return noisy
+
+
+def swapped_classes(pairs: str, classes: Sequence[str]) -> Tensor | None:
+    """The wrong label of each class (classes,) by pairs such as 'cat=dog,deer=horse'; or None.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    wrong = torch.arange(len(classes))
+    for pair in pairs.split(",") if pairs else ():
+        a, b = (class_number(name, classes) for name in pair.split("="))
+        wrong[a], wrong[b] = b, a
+    return wrong if pairs else None
+
+
+def class_number(name: str, classes: Sequence[str]) -> int:
+    """The number of a class; ValueError where there is none of that name."""
+    if name in classes:
+        return classes.index(name)
+    raise ValueError(
+        f"there is no class {excerpt(name)}; the classes are {list_names(classes)}"
+        f"{did_you_mean(name, classes)}"
+    )

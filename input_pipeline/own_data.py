@@ -121,22 +121,23 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
 
 def needed_splits(
-    root: Path, suffixes: Sequence[str] = ("",), *, train_is_enough: bool
+    root: Path, suffixes: Sequence[str] = ("",), *, enough: Sequence[str] = ()
 ) -> dict[str, Path]:
     """Find the splits as `find_splits` does, and check that there are those that a run needs.
 
     Args:
         root, suffixes: as of `find_splits`.
-        train_is_enough: accept a training set alone; it may be `root` itself, without any split,
-            where splits are folders.
+        enough: splits of which one may be there alone; it is the training set as well. That may be
+            `root` itself, without any split, where splits are folders.
     Raises:
         InputError: the training set is missing, or both others are.
     """
     paths, form = find_splits(root, suffixes), suffixes[0] or "/CLASS/*"
-    if train_is_enough and not paths and "" in suffixes and root.is_dir():
+    if "train" in enough and not paths and "" in suffixes and root.is_dir():
         return {"train": root}
-    if "train" in paths and (train_is_enough or len(paths) > 1):
-        return paths
+    alone = [paths[split] for split in enough if split in paths]
+    if alone or ("train" in paths and len(paths) > 1):
+        return {"train": paths.get("train", *alone[:1]), **paths}
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
     source = f"{root}{form}" if "" in suffixes and not paths else f"train{form}"
     raise InputError(

@@ -110,7 +110,8 @@ def read_text_splits(
     *,
     choice: ColumnChoice | None = None,
     classes: Sequence[str] = (),
-    train_is_enough: bool = False,
+    enough: Sequence[str] = (),
+    trained: Sequence[str] = (),
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read the rows of a data set and the names of its classes.
 
@@ -120,7 +121,7 @@ def read_text_splits(
             test.csv or val.csv, see `read_own_csv`.
         choice: of 'csv': the columns that the user chose.
         classes: of 'csv': the classes of a trained model; empty to take those of train.csv.
-        train_is_enough: of 'csv': accept a training file alone.
+        enough, trained: of 'csv': see `needed_splits` and `read_own_csv`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -132,7 +133,7 @@ def read_text_splits(
     if name == "csv":
         columns = choice or ColumnChoice()
         return read_own_csv(
-            Path(data_dir), columns, classes=classes, train_is_enough=train_is_enough
+            Path(data_dir), columns, classes=classes, enough=enough, trained=trained
         )
     folder = Path(data_dir) / "ag_news_csv"
     for file in AGNEWS_FILES:
@@ -165,7 +166,12 @@ def read_agnews_file(path: Path) -> TextSplit:
 
 
 def read_own_csv(
-    folder: Path, choice: ColumnChoice, *, classes: Sequence[str] = (), train_is_enough: bool
+    folder: Path,
+    choice: ColumnChoice,
+    *,
+    classes: Sequence[str] = (),
+    enough: Sequence[str] = (),
+    trained: Sequence[str] = (),
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read csv or tsv files of own data: train, test, and val or validation.
 
@@ -173,16 +179,20 @@ def read_own_csv(
         folder: contains the files.
         choice: the columns that the user chose; others are found by name or position.
         classes: of a trained model; empty to take the labels of the training file.
-        train_is_enough: accept a training file alone.
+        trained: names of its texts' columns, which are taken where a file has them all.
+        enough: see `needed_splits`.
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
-    paths = needed_splits(folder, SUFFIXES, train_is_enough=train_is_enough)
+    paths = needed_splits(folder, SUFFIXES, enough=enough)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
     for split, path in paths.items():
         table = open_table(path, choice, train=train)
+        if trained and table.names_among(trained) == tuple(trained):
+            choice = ColumnChoice(choice.label, tuple(trained))
+            table = open_table(path, choice, train=train)
         train = train or table
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         labels, texts, empty = [], StoredTexts(), []
@@ -308,6 +318,8 @@ def read_text_files(
             notes.append(table.describe())
             rows = islice(table.read(), bool(table.header), None)
             lines = {number: " ".join(row[i] for i in table.texts) for number, row in rows}
+        elif file.suffix.lower() == ".json":
+            raise InputError(f"{file}: is no text; save it as .jsonl, with an object on each line")
         else:
             lines = read_lines(file)
         blank = sum(not line.strip() for line in lines.values())

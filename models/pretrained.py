@@ -154,11 +154,16 @@ def match_names(
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """The names of the parameters of the linear layer that a model defines last."""
+    """The names of the parameters of the classifier.
+
+    It is what a model of timm says, which may be several layers, else the last linear layer.
+    """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
+    said = getattr(model, "default_cfg", {}).get("classifier") or linear[-1:]
+    heads = tuple(f"{name}." for name in ([said] if isinstance(said, str) else said))
+    if not (names := [name for name, _ in model.named_parameters() if name.startswith(heads)]):
         raise InputError("--weights, --freeze: this model has no linear layer as its classifier")
-    return [name for name, _ in model.named_parameters() if name.startswith(f"{linear[-1]}.")]
+    return names
 
 
 def load_pretrained(

@@ -137,6 +137,8 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
     """
     if not path.is_file():
         raise InputError(f"{where}: no such checkpoint; give a run folder or a .pt file")
+    if path.suffix in (".onnx", ".pt2", ".safetensors"):
+        raise InputError(f"{where}: is an export; give the last.pt or best.pt of its run")
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()  # by its checksums, which torch does not read

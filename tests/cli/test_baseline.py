@@ -61,5 +61,9 @@ def test_baselines_find_what_a_linear_model_can():
     assert text_baseline(texts.select_rows(range(60)), texts).accuracy == 1.0, (
         "a word of one letter"
     )
+    stored = StoredTexts()
+    for _ in range(2):
+        stored.append("!")
+    assert text_baseline(TextSplit([0, 1], stored), texts).accuracy < 1, "there is no word"
     one_class = texts.select_rows([1, 2])
     assert text_baseline(one_class, texts).accuracy == pytest.approx(40 / 61)

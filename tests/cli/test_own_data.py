@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,16 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path):
         lines = run(transformer_test, resume).splitlines()
         shown = dict(line.split()[:2] for line in lines[-4:-1])
         assert shown == dict(zip("xyz", accuracies))
+    named = re.sub(r"(?m)^\d+,", "", f"text,label\n{rows}")
+    newer = named.replace(",", ",other words,").replace("other words", "comment", 1)
+    folder = write(tmp_path / "named", train__csv=named, test__csv=named)
+    run(transformer_test, TEXTS, f"--epochs 1 --data_dir {folder} --out {tmp_path}/named_run")
+    write(tmp_path / "newer", test__csv=newer)
+    lines = []
+    for words in ("", "--text_column text"):
+        flags = f"--checkpoint {tmp_path}/named_run --evaluate --data_dir {tmp_path}/newer {words}"
+        lines.append(run(transformer_test, flags).splitlines()[-1])
+    assert lines[0] == lines[1]
 
 
 def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
@@ -321,6 +332,17 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
         total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
         assert total == (["18", "6"] if name == "texts" else ["8", "4"])
         assert "val_accuracy" in ranks.metrics(out)[-1]
+        if number < 2:
+            for part in ("train", "test"):  # all rows of what the run has not seen
+                new = make(tmp_path / f"new-{number}" / part, part)
+                next(new.glob("*/cat/01.*" if number else "*.csv")).rename(new / "away.txt")
+                if not number:
+                    write(new, **{f"{part}__csv": "text,label\nb,ham\nc,ham\nd,spam\n"})
+                console = run(script, "", f"--checkpoint {out} --evaluate --data_dir {new}")
+                counts = re.findall(r"of (\d+)\n", console)
+                assert counts == (["5", "6"] if number else ["2", "1"]), console
+                assert "the run has trained on" not in console
+                assert "also chose" not in console
     assert seeds == [1, 2, 3]
     few = write(tmp_path / "few", train__csv="ham,a\nspam,b\n")
     refused("texts", f"--data_dir {few} --val_fraction 0.25", "leaves no validation rows", TEXTS)
@@ -347,7 +369,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
         (data / "train" / "parent", data / "train"),
     ):
         link.symlink_to(target)
-    splits, classes = read_image_splits("folder", str(data), train_is_enough=True)
+    splits, classes = read_image_splits("folder", str(data), enough=["train"])
     assert classes == ["cat", "dog", "fish"]
     assert splits["train"].labels.bincount().tolist() == [5 + 6 + 1, 6, 6]
     for reason in (
@@ -458,8 +480,18 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
         printed += run(transformer_test, flags).splitlines()[-1:]
     assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
     assert printed[4].startswith(": ")
-    flags = f"--resume {runs['texts']} --predict {folder}/empty.txt"
-    refused("texts", flags, "contains no text", "")
+    for file in ("empty.txt", "list.json"):
+        (folder / "list.json").write_text('["a text"]')
+        names = "contains no text" if file == "empty.txt" else "save it as .jsonl"
+        refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")
+    column = ["Oil; down", "", '"Stocks, rise"']  # as a library writes a single column
+    write(folder, column__csv="text\n" + "\n".join(each or '""' for each in column) + "\n")
+    console = run(transformer_test, f"--resume {runs['texts']} --predict {folder}/column.csv")
+    assert "1 of 3 rows have no text" in console
+    assert [line.split(":")[0] for line in console.splitlines()[-3:]] == [
+        *column[:2],
+        "Stocks, rise",
+    ]
 
 
 def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path, capsys):

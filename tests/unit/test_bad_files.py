@@ -87,6 +87,7 @@ UNFIT = [
         "in.csv: no column is known to be the text (col",
     ),
     ("texts", "--resume {texts} --predict image.txt", "image.txt"),
+    ("texts", "--evaluate --checkpoint model.onnx", "is an export"),
     ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
     ("images", "--resume {images} --predict a.png --predict_out none/out.csv", "does not exist"),
     ("images", "--resume {images} --predict_out out.csv", "--predict_out needs something to"),
@@ -99,6 +100,7 @@ UNFIT = [
 def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
     (tmp_path / "text.png").write_text("words")
     (tmp_path / "in.csv").write_text("Stocks rise,today\n")
+    (tmp_path / "model.onnx").write_bytes(b"an export")
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}

@@ -187,6 +187,15 @@ def test_weights_of_a_model_that_asks_for_its_version():
         assert all(torch.equal(v, weights[n]) for n, v in model.state_dict().items())
 
 
+def test_a_model_of_timm_says_which_layers_classify():
+    model, linear = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)), nn.Linear(2, 2)
+    assert pretrained.classifier_names(model) == ["1.weight", "1.bias"]
+    model.default_cfg = {"classifier": ("0", "1")}
+    assert len(pretrained.classifier_names(model)) == 4
+    model.append(linear).default_cfg = {"classifier": "0"}
+    assert pretrained.classifier_names(model) == ["0.weight", "0.bias"]
+
+
 def test_weights_are_refused_by_what_is_wrong():
     state = create_named().state_dict()
     cases = {
