@@ -246,11 +246,13 @@ def choose_rows(
         chosen["train"] = chosen["train"].select_rows(torch.arange(1))
     elif args.label_noise:
         share, _, pairs = str(args.label_noise).partition(":")
-        right, seed = torch.as_tensor(chosen["train"].labels), args.seed + NOISE_SEED
+        train = chosen["train"]
+        right, seed = torch.as_tensor(train.labels), args.seed + NOISE_SEED
         with refused_as("--label_noise"):
             wrong = swapped_classes(pairs, classes)
         noisy = with_noise(right, float(share), classes=len(classes), seed=seed, wrong=wrong)
-        chosen["train"] = chosen["train"].with_labels(noisy)
+        of_texts = right is not train.labels
+        chosen["train"] = dataclasses.replace(train, labels=noisy.tolist() if of_texts else noisy)
         if run.world.is_main:
             count = int((noisy != right).sum())
             print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)

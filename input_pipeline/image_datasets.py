@@ -77,10 +77,6 @@ class ImageSplit:
         files = None if self.files is None else self.files[rows.numpy()]
         return dataclasses.replace(self, labels=self.labels[rows], pixels=pixels, files=files)
 
-    def with_labels(self, labels: Tensor) -> ImageSplit:
-        """Return the same rows with other labels."""
-        return dataclasses.replace(self, labels=labels)
-
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         return self.reader(rows)() if self.pixels is None else self.pixels[rows]

@@ -86,10 +86,6 @@ class TextSplit:
         rows = torch.as_tensor(rows).tolist()
         return TextSplit([self.labels[row] for row in rows], self.texts.select_rows(rows))
 
-    def with_labels(self, labels: Tensor) -> TextSplit:
-        """Return the same rows with other labels."""
-        return TextSplit(labels.tolist(), self.texts)
-
 
 def clean_text(text: str) -> str:
     """Remove HTML tags, entities and URLs, fold white space, and compose characters (NFC).

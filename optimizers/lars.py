@@ -80,10 +80,7 @@ class LARS(GradScalerOptimizer):
             if not parameters:
                 continue
             weight_decay = group["weight_decay"]
-            if weight_decay:
-                updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
-            else:
-                updates = list(torch._foreach_mul(grads, 1.0))
+            updates = list(torch._foreach_add(grads, parameters, alpha=weight_decay))
             layers = [each for each in zip(parameters, grads, updates) if each[0].ndim > 1]
             if layers:
                 weights, layer_grads, layer_updates = map(list, zip(*layers))

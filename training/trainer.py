@@ -112,9 +112,7 @@ class Trainer:
         # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
         self.is_sharded = fsdp.is_sharded(self.model)
-        nothing = Traffic(), Traffic()  # of a micro-batch, and of the last of a step
-        sharded = self.is_sharded
-        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model) if sharded else nothing
+        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
         self.sums = StepSums(world.device)
         # The noise scale compares two micro-batches where there are no other ranks.
         least = 2 if config.measure_noise_scale and world.size == 1 else 1
