@@ -38,8 +38,12 @@ class EarlyStop:
     patience: int = 0
     target: float = 0.0
 
-    def reason(self, rows: Sequence[Row]) -> str:
-        """Why the run is over after the last of its rows; '' where it goes on."""
+    def reason(self, rows: Sequence[Row], *, since: int = 0) -> str:
+        """Why the run is over after the last of its rows; '' where it goes on.
+
+        Args:
+            since: how many rows take no part in the choice of the best epoch.
+        """
         if not rows or (value := rows[-1].get(self.chosen_by)) is None:
             return ""
         eval_set, _, metric = self.chosen_by.partition("_")
@@ -47,8 +51,8 @@ class EarlyStop:
         is_reached = value <= self.target if metric == "loss" else value >= self.target
         if self.target and is_reached:
             return f"the {name} of {value:.4f} has reached --stop_at {self.target:g}"
-        best = best_row(rows, self.chosen_by)
-        best_epoch = best["epoch"] if best else 0
+        best = best_row(rows[since:], self.chosen_by)
+        best_epoch = best["epoch"] if best else since
         if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
             return f"the best {name} is that of epoch {best_epoch} (--patience {self.patience})"
         return ""
@@ -78,6 +82,7 @@ class Progress:
     # The best epoch so far: its number, and the column of `rows` that chose it.
     best: dict[str, Any] = field(default_factory=lambda: {"epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)  # the epochs' rows in metrics.jsonl
+    since: int = 0  # how many of them were no rivals when `best` was chosen
 
     @property
     def epoch_samples(self) -> int:
@@ -108,6 +113,7 @@ class Progress:
         best = self.best
         is_comparable = best.get("chosen_by") == chosen_by
         rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
+        self.since = self.since if is_comparable else len(self.rows)
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
         if best_row([*rivals, row], chosen_by) is not row:

@@ -226,8 +226,8 @@ def settle_files(trainer: Trainer, path: Path) -> None:
                 f"best.pt of epoch {epoch} is not in {folder}: "
                 "the best epoch is chosen from here on"
             )
-            progress.best = Progress().best
-    progress.best = trainer.world.broadcast(progress.best)
+            progress.best, progress.since = Progress().best, len(progress.rows)
+    progress.best, progress.since = trainer.world.broadcast((progress.best, progress.since))
 
 
 def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

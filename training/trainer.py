@@ -174,14 +174,15 @@ class Trainer:
                     self.interrupt()
             if len(self.progress.rows) > before and not self.scaler.is_enabled():
                 recovery.check_last_epoch(self.progress.rows)
-            if reason := self.early_stop.reason(self.progress.rows):
+            if reason := self.early_stop.reason(self.progress.rows, since=self.progress.since):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
 
     def is_over(self, row: Mapping[str, Any] | None = None) -> bool:
         """Whether all epochs are done or the run ends early, also if `row` is that of one more."""
         rows = [*self.progress.rows, *([] if row is None else [row])]
-        return len(rows) >= self.config.epochs or bool(self.early_stop.reason(rows))
+        has_ended = self.early_stop.reason(rows, since=self.progress.since)
+        return len(rows) >= self.config.epochs or bool(has_ended)
 
     def begin(self, checkpoint: dict[str, Any] | None) -> None:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""

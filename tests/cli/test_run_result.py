@@ -153,7 +153,7 @@ def test_what_ends_a_run():
 
 
 def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch):
-    accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5, 0.5, 0.95)
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5, 0.5, 0.95, 0.3, *[0.2] * 9)
     words = "--epochs 9 --lr 0.01 --patience 2 --out run"
     line = "device-hours: the best test accuracy is that of epoch 2 (--patience 2)"
     for flags in (f"{WORSE_AT_THE_END} {words}", "--resume run"):
@@ -164,6 +164,9 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch)
     console = resnet("--resume run --patience 4 --stop_at 0.95")
     assert "device-hours: the test accuracy of 0.9500 has reached --stop_at 0.95" in console
     assert len(ranks.metrics(here / "run")) == 6
+    console = resnet("--resume run --patience 1 --stop_at 0 --out other")
+    assert "that of epoch 7 (--patience 1)" in console, "the best is chosen anew"
+    assert len(ranks.metrics(here / "other")) == 8
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):
