@@ -36,10 +36,8 @@ cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
-if ! [[ ${NNODES:-1} =~ ^[0-9]+$ ]]; then
-    echo "error: NNODES=$NNODES must be a number" >&2
-    exit 2
-elif [ "${NNODES:-1}" -gt 1 ]; then
+[[ ${NNODES:-1} =~ ^[0-9]+$ ]] || { echo "error: NNODES=$NNODES is no number" >&2 && exit 2; }
+if [ "${NNODES:-1}" -gt 1 ]; then
     rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" # torchrun's static rendezvous
         --master_addr "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
         --master_port "${MASTER_PORT:-29400}")

@@ -154,10 +154,7 @@ def match_names(
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """The names of the parameters of the classifier.
-
-    It is what a model of timm says, which may be several layers, else the last linear layer.
-    """
+    """The parameters of the classifier: the layers that timm names, or the last linear one."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     said = getattr(model, "default_cfg", {}).get("classifier") or linear[-1:]
     heads = tuple(f"{name}." for name in ([said] if isinstance(said, str) else said))

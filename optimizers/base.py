@@ -59,8 +59,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{name}: a group on several devices; give one for each")
 
     def remake(self, made_of: Callable[[], Sequence[Any]], make: Callable[[], None]) -> None:
-        """Calls `make` where that of which it makes something is not that of the last call."""
-        if not are_same(made_of(), self.made_of):
+        """Calls `make` where the objects or whole numbers are others than after the last call.
+
+        Users may put other parameters into groups, and other tensors into states.
+        """
+        now = made_of()
+        same = [a is b or (isinstance(a, int) and a == b) for a, b in zip(now, self.made_of)]
+        if len(now) != len(self.made_of) or not all(same):
             make()
             self.made_of = made_of()  # the states may be views of what was made by now
 
@@ -242,16 +247,6 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.step()
     elif not skip:
         optimizer.step()
-
-
-def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects, and equal whole numbers.
-
-    Users may put other parameters into groups, and other tensors into states.
-    """
-    pairs = zip(first, second)
-    is_same = all(a is b or (isinstance(a, int) and a == b) for a, b in pairs)
-    return len(first) == len(second) and is_same
 
 
 def foreach_scalar(value: Tensor, tensors: list[Tensor]) -> Tensor:

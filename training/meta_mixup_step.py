@@ -149,8 +149,7 @@ class MetaMixupStep:
 def adam_metric(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
     """1 / (sqrt(v) + eps) of each parameter that is trained; None unless the optimizer is AdamW.
 
-    v is Adam's second moment, whose bias is corrected; before the first step there is none. It is 0
-    of a parameter that never had a gradient.
+    v is Adam's second moment, its bias corrected: none before the first step, 0 without gradients.
     """
     if not isinstance(optimizer, torch.optim.AdamW) or not any(optimizer.state.values()):
         return None

@@ -39,11 +39,7 @@ class EarlyStop:
     target: float = 0.0
 
     def reason(self, rows: Sequence[Row], *, since: int = 0) -> str:
-        """Why the run is over after the last of its rows; '' where it goes on.
-
-        Args:
-            since: how many rows take no part in the choice of the best epoch.
-        """
+        """Why the run is over after its last row, or ''; the best is one after `since` rows."""
         if not rows or (value := rows[-1].get(self.chosen_by)) is None:
             return ""
         eval_set, _, metric = self.chosen_by.partition("_")

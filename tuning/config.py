@@ -51,10 +51,6 @@ class Objective:
                 return cls(text, float(target))
         raise InputError(f"--objective {text}: expected accuracy or, for instance, time_to:0.9")
 
-    def intermediate_value(self, row: dict[str, Any]) -> float:
-        """Return what the pruner compares after an epoch, in the objective's direction."""
-        return row_accuracy(row) if self.target is None else 1 - row_accuracy(row)
-
     def is_reached(self, row: dict[str, Any]) -> bool:
         """Tell whether an epoch has reached the target, so that the trial may stop."""
         return self.target is not None and row["val_accuracy"] >= self.target

@@ -226,8 +226,7 @@ def make_plan(config: RaceConfig) -> Plan:
 def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float] | None:
     """Run the first epoch of an arm; return its seconds, after those to start and end a run.
 
-    It is an epoch of whole images. An arm that diverges in it, which may have a better rate, has
-    no seconds.
+    The epoch is of whole images. None: the arm diverges in it, and may have a better rate.
 
     Raises:
         InputError: the run failed, or its first epoch takes too long.

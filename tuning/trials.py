@@ -29,7 +29,7 @@ import errors
 from distributed.worker import SWEEP
 from errors import InputError
 from training.epoch_report import is_evaluated, training_seconds
-from tuning.config import SweepConfig
+from tuning.config import SweepConfig, row_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 START = "-- start"  # a line of console.log; an error before it was that of an earlier start
@@ -118,7 +118,9 @@ class TrialRunner:
                     break
                 for row in filter(is_evaluated, rows[num_reported:]):
                     if row["epoch"] not in before:
-                        trial.report(objective.intermediate_value(row), row["epoch"])
+                        value = row_accuracy(row)
+                        missing = objective.target is not None  # what is minimised
+                        trial.report(1 - value if missing else value, row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)

@@ -306,8 +306,8 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had():
     assert more.shares == [more.size // 3] * 3
 
 
-GROW = "increase --batch_milestones 1 2 --max_bs 128 --dynamic_lr linear"
-SHRINK = "decrease --batch_milestones 1 2 --batch_factor 4 --dynamic_lr sqrt --min_bs 8"
+GROW = "increase --batch_milestones 1 2 --max_bs 128 --batch_args lr=linear"
+SHRINK = "decrease --batch_milestones 1 2 --batch_args factor=4 --batch_args lr=sqrt --min_bs 8"
 REPLACE = "increase --replace_decay --max_bs 256 --lr_schedule step --step_size 1 --gamma 0.5"
 
 

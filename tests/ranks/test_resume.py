@@ -25,7 +25,7 @@ TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-
     --prior none"""
 META = "--meta_learning --meta_policy pair --meta_every 3 --mix_at tokens"
 WAYS = {  # name: number of ranks, command
-    "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --min_bs 16 --dynamic_lr sqrt --ema 0.9"),
+    "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --batch_args min=16 lr=sqrt --ema 0.9"),
     "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --batch_args threshold=80"),
     "augment": (2, f"{IMAGES} --bs 16 --workers 2 --augment auto --random_erasing 0.5"),
     "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_policy loss --meta_every 2"),

@@ -213,7 +213,7 @@ def test_the_flags_choose_the_loss(tmp_path):
         return factory.create_loss(args, run, data, **made)[0]
 
     for inside in (False, True):
-        loss_fn = create("--mixup intra --mixup_weight 0.8 --label_smoothing 0.2", inside)
+        loss_fn = create("--mixup intra --mixup_args weight=0.8 --label_smoothing 0.2", inside)
         assert (loss_fn.model_mixes, loss_fn.unmixed.label_smoothing) == (inside, 0.2)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
         (kind, _), named = sample_mix.call_args
