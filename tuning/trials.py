@@ -118,9 +118,9 @@ class TrialRunner:
                     break
                 for row in filter(is_evaluated, rows[num_reported:]):
                     if row["epoch"] not in before:
-                        value = row_accuracy(row)
-                        missing = objective.target is not None  # what is minimised
-                        trial.report(1 - value if missing else value, row["epoch"])
+                        accuracy = row_accuracy(row)
+                        is_minimised = objective.target is not None
+                        trial.report(1 - accuracy if is_minimised else accuracy, row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
