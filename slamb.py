@@ -19,7 +19,7 @@ momentum of the mean gradient, but for the rounding to `wire_dtype` (in bf16 abo
 As the authors write it, second moments are never exchanged, so that early updates are up to a
 hundred times LAMB's, and k = 1 is not LAMB. `SLAMB` averages the gradients of small tensors instead
 of their momentum (as many bytes), and all gradients in the first `dense_steps` and wherever k = 1;
-then every rank does what LAMB does. Their trust ratios are at least 0.01, and vectors have them.
+then every rank does what LAMB does. The authors' trust ratios are 0.01 at least, of vectors too.
 
 With `wire_bits` 8 or 4 each rank rounds the momentum that it sends, m[M], to 8 or 4 bits, and keeps
 the rounding error e: m[M] <- mean of the rounded m[M] + e. So rounding does not change the mean of

@@ -219,7 +219,8 @@ def choose_rows(
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits
-    is_other_data = args.evaluate and "the data" in redrawn_by(run)
+    redrawn = redrawn_by(run)
+    is_other_data = args.evaluate and "the data" in redrawn
     for name, rows in split_rows(args, torch.as_tensor(train.labels), has_val).items():
         is_whole = len(rows) == len(train.labels) or is_other_data
         chosen[name] = train if is_whole else train.select_rows(rows)
@@ -229,19 +230,14 @@ def choose_rows(
             notes.append(f"--val_fraction {args.val_fraction:g} is not used: the data has val rows")
         labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
         print(*notes, *own_data.class_table(classes, labels), sep="\n")
-    redrawn = redrawn_by(run)
     before, now = redrawn.get("--val_fraction", (0, args.val_fraction))
     has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
-    if (
-        redrawn
-        and not has_fewer
-        and not is_other_data
-        and "val" in chosen
-        and not has_val
-        and run.world.is_main
-    ):
+    if redrawn and is_held_out and not has_fewer and run.world.is_main:
         names = " and ".join(redrawn)
-        print(f"warning: {names} changed: the run has trained on some of the rows now held out")
+        what = "has trained on some of the rows now held out"
+        if is_other_data:  # of which all rows are evaluated
+            what = "may have trained on some of the rows that are evaluated"
+        print(f"warning: {names} changed: the run {what}")
     if args.evaluate:  # only one training row is prepared, since nothing trains
         chosen["train"] = chosen["train"].select_rows(torch.arange(1))
     elif args.label_noise:
@@ -630,7 +626,8 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
-        is_new = name == "test" or "the data" in redrawn_by(run)
+        before, now = (each["data"]["splits"] for each in (run.checkpoint, data.metadata))
+        is_new = name == "test" or any(now[split] != before.get(split) for split in now)
         why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""
         print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")

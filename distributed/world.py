@@ -34,7 +34,7 @@ from backends.torch_compat import (
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, end_with_sweep, is_restarted
-from errors import LINE_LIMIT, InputError, LostPeer
+from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError
 
 if dist.is_available():
     # The default arguments of its functions are the default group of the time of its import. Were
@@ -327,7 +327,7 @@ def _meet(store: dist.Store, world: World, backend: str) -> dist.Store:
         store.set(f"alive/{arrival}", "")
     start = store.get(f"start/{arrival}").decode()
     if "," in start:
-        raise InputError("some processes have a GPU, and others none; give --device cpu or mend it")
+        raise SharedInputError("some processes have a GPU, and others none; give --device cpu")
     if nodes_differ:
         # The first node may know itself by a loopback address alone.
         is_loopback = ipaddress.ip_address(mine.partition("%")[0]).is_loopback

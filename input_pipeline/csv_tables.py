@@ -28,7 +28,8 @@ from input_pipeline.own_data import list_names, normal_form, shorten
 Rows = Iterator[tuple[int, list[str]]]  # the number of each row in its file, and its columns
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
-SEPARATORS = {".csv": re.compile(r"[,;\t|]"), ".tsv": re.compile(r"\t")}  # the first one in a file
+# The first one in a file outside quotes; a text within quotes is a longer match.
+SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
@@ -152,10 +153,10 @@ def open_table(
     if path.suffix.lower() == ".jsonl":
         read, has_header = partial(read_json_lines, path, names_of_objects(path)), True
     else:
-        unquoted = ("".join(line.split('"')[::2]) for line in utf8_lines(path) if line.strip())
-        begin = islice(unquoted, None if has_label else 1)  # a file may have a single column
-        found = map(SEPARATORS[path.suffix.lower()].search, begin)
-        separator = next((match[0] for match in found if match), ",")
+        lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
+        pattern = SEPARATORS[path.suffix.lower()]
+        found = (match[0] for line in lines for match in pattern.finditer(line))
+        separator = next((each for each in found if len(each) == 1), ",")  # or a single column
         read = partial(read_rows, path, separator, least=1 + has_label)
         has_header = bool(train.header) if train else is_header(read(), choice)
     _, first = next(read())

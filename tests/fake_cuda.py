@@ -192,14 +192,10 @@ class FakeGpu:
                 gpu.note_wait("Event.synchronize")
 
         yield FakeTensor, "tolist", tolist
-        yield Tensor, "record_stream", lambda tensor, stream: None
         yield Tensor, "backward", lambda loss: gpu.set_gradients()
         yield torch.autograd, "grad", _gradients
         yield torch, "enable_grad", contextlib.nullcontext
         yield torch.cuda, "Event", Event
-        yield torch.cuda, "Stream", lambda *_: mock.MagicMock()
-        yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
-        yield torch.cuda, "current_stream", mock.MagicMock()
         yield torch.cuda, "synchronize", lambda *device: gpu.note_wait("synchronize")
         yield torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8)
         yield torch.cuda, "set_rng_state", lambda state, device: None

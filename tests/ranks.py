@@ -128,7 +128,7 @@ class WarmJob:
         """The exit code, or None while a process runs; a failed one ends the others."""
         codes = self._exit_codes()
         if any(codes) and None in codes:
-            self.terminate()
+            self.send_signal(signal.SIGTERM)
         if self.returncode is None and None not in codes:
             self.returncode = next(filter(None, codes), 0)
             self._group.close()
@@ -154,10 +154,6 @@ class WarmJob:
             if code is None:
                 with contextlib.suppress(ProcessLookupError):  # ended, its exit code not yet read
                     os.kill(process.pid, number)
-
-    def terminate(self) -> None:
-        """Send SIGTERM to each process."""
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL to each process and to all that it started."""

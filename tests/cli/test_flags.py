@@ -16,15 +16,11 @@ from errors import InputError
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
 ALIASES = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
-    ("--opt lamb", "--optimizer lamb"),
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
     ("-c fast94", "--recipe fast94"),
     ("--torch_compile", "--backend compile"),
-    ("--tensorboard", "--track tensorboard"),
 ]
 HYPHENS = [
-    ("--batch-size 64", "--batch_size 64"),
-    ("--no_nesterov", "--no-nesterov"),
     ("--no-sync-bn", "--no-sync_bn"),
     ("--grad-checkpointing", "--checkpoint_activations"),
     ("--output-dir=my-run", "--out=my-run"),
@@ -114,9 +110,7 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
         ("grad_checkpointing: false", "--no-checkpoint_activations"),
         ("resident: no", "--resident no"),
         ("no-nesterov: true", "--no-nesterov"),
-        ("fuse: off", "--no-fuse"),
         ("alternate_flip: false", "--augment_args alternate=false"),
-        ("fuse: yes", "--fuse"),
         ("compress_warmup: []", "--compress_warmup"),
         ("class_weights: {a: 3}", '--class_weights {"a":"3"}'),
         ("class_weights: none", "--class_weights none"),
@@ -152,7 +146,6 @@ def test_help_shows_the_common_flags_or_all(script, words, capsys):
 # -------------------------------------------------------------------- flags without effect
 
 UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
-    ("--alpha 0.2", "--mixup cutmix", "--mixup"),
     ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
     ("--nesterov --optimizer lamb", "--optimizer sgd", "--optimizer sgd, ngd, "),
     ("--local_steps 20", "--sync local", "--optimizer slamb or --sync local or diloco"),

@@ -223,11 +223,9 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path):
     folder = write(tmp_path / "named", train__csv=named, test__csv=named)
     run(transformer_test, TEXTS, f"--epochs 1 --data_dir {folder} --out {tmp_path}/named_run")
     write(tmp_path / "newer", test__csv=newer)
-    lines = []
-    for words in ("", "--text_column text"):
-        flags = f"--checkpoint {tmp_path}/named_run --evaluate --data_dir {tmp_path}/newer {words}"
-        lines.append(run(transformer_test, flags).splitlines()[-1])
-    assert lines[0] == lines[1]
+    evaluate = f"--checkpoint {tmp_path}/named_run --evaluate --data_dir {tmp_path}/newer"
+    first, second = (run(transformer_test, evaluate, more) for more in ("", "--text_column text"))
+    assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
 def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
@@ -480,18 +478,15 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
         printed += run(transformer_test, flags).splitlines()[-1:]
     assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
     assert printed[4].startswith(": ")
-    for file in ("empty.txt", "list.json"):
-        (folder / "list.json").write_text('["a text"]')
-        names = "contains no text" if file == "empty.txt" else "save it as .jsonl"
+    write(folder, list__json='["a text"]')
+    for file, names in (("empty.txt", "contains no text"), ("list.json", "save it as .jsonl")):
         refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")
-    column = ["Oil; down", "", '"Stocks, rise"']  # as a library writes a single column
-    write(folder, column__csv="text\n" + "\n".join(each or '""' for each in column) + "\n")
+    column = 'text\nOil; down\n""\n"Stocks, rise"\n'  # as a library writes a single column
+    write(folder, column__csv=column)
     console = run(transformer_test, f"--resume {runs['texts']} --predict {folder}/column.csv")
     assert "1 of 3 rows have no text" in console
-    assert [line.split(":")[0] for line in console.splitlines()[-3:]] == [
-        *column[:2],
-        "Stocks, rise",
-    ]
+    shown = [line.split(":")[0] for line in console.splitlines()[-3:]]
+    assert shown == ["Oil; down", "", "Stocks, rise"]
 
 
 def test_names_that_are_not_utf8_are_written_with_escapes(tmp_path, capsys):

@@ -12,6 +12,7 @@ from slamb import BLOCK, LARGEST_TRUST, SMALLEST_LARGE
 
 SHAPES = [(20, 16, 6, 6), (30, 40), (7,), (96, 101), (20,), (5, 3, 2)]
 SETTINGS = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "eps": 1e-6, "decay": 0.01, "bits": 0}
+SETTINGS["most"] = LARGEST_TRUST
 
 
 def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -47,97 +48,65 @@ def rounded(values: Tensor, bits: int) -> Tensor:
 
 
 class Oracle:
-    """The weights, moments and ages of every rank."""
+    """The weights w and moments m, v, (ranks, *shape) of each tensor; and the ages."""
 
     def __init__(self, ranks: int, k: float, **settings: float) -> None:
         self.ranks, self.k, self.t = ranks, k, 0
         self.settings = SETTINGS | settings
-        self.w = [start() for _ in range(ranks)]
-        self.m, self.v = (
-            [[torch.zeros_like(p) for p in start()] for _ in range(ranks)] for _ in range(2)
-        )
+        self.w = [torch.stack([p] * ranks) for p in start()]
+        self.m, self.v = ([torch.zeros_like(p) for p in self.w] for _ in range(2))
         self.age = [torch.zeros_like(p) for p in start()]
         self.large = [
             number for number, p in enumerate(start()) if p.ndim > 1 and p.numel() >= SMALLEST_LARGE
         ]
         self.layout = FlatLayout([start()[number] for number in self.large], BLOCK)
-        self.units = torch.arange(self.layout.rows)  # that are exchanged in this step
-        self.order, self.cursor = shuffled(self.units, 0), 0
-
-    def masks(self, dense: bool) -> list[Tensor]:
-        """Returns a mask of each tensor: the elements that are exchanged in this step."""
-        masks = [torch.ones_like(p, dtype=torch.bool) for p in start()]
-        if dense:
-            return masks
-        self.units = next_units(self.order, self.cursor, self.k)
-        self.cursor = (self.cursor + len(self.units)) % len(self.order)
-        buffer = torch.zeros(self.layout.rows, BLOCK, dtype=torch.float64)
-        buffer[self.units] = 1
-        for number, view in zip(self.large, self.layout.views(buffer)):
-            masks[number] = view.clone() > 0
-        return masks
+        self.order, self.cursor = shuffled(torch.arange(self.layout.rows), 0), 0
 
     def step(self) -> None:
         """Takes one step on all ranks."""
         self.t += 1
         s, t, W = self.settings, self.t, self.ranks
         dense = t <= s["dense"] or self.k >= 1 or W == 1
-        masks = self.masks(dense)
-        gradients = [gradient(t, rank) for rank in range(W)]
-        for number in range(len(masks)):
-            if dense or number not in self.large:
-                mean = sum(each[number] for each in gradients) / W
-                for each in gradients:
-                    each[number] = mean
-            for rank in range(W):
-                g = gradients[rank][number]
-                self.m[rank][number] = s["b1"] * self.m[rank][number] + (1 - s["b1"]) * g
-                self.v[rank][number] = s["b2"] * self.v[rank][number] + (1 - s["b2"]) * g**2
-        all_sent = [m if dense else self.as_sent(m) for m in self.m]
-        for number, mask in enumerate(masks):
-            if not dense and number in self.large:
-                own = [self.m[rank][number] for rank in range(W)]
-                sent = [all_sent[rank][number] for rank in range(W)]
-                mean = sum(sent) / W
-                for rank in range(W):
-                    self.m[rank][number] = torch.where(
-                        mask, mean + own[rank] - sent[rank], own[rank]
-                    )
+        sparse = [] if dense else self.large  # of whose momentum units are exchanged
+        for number, of_ranks in enumerate(zip(*(gradient(t, rank) for rank in range(W)))):
+            g = torch.stack(of_ranks)
+            g = g if number in sparse else g.mean(0).expand_as(g)
+            self.m[number] = s["b1"] * self.m[number] + (1 - s["b1"]) * g
+            self.v[number] = s["b2"] * self.v[number] + (1 - s["b2"]) * g**2
+        masks = [torch.ones_like(age, dtype=torch.bool) for age in self.age]
+        if not dense:
+            self.exchange(masks)
+        for number, (mask, w, m, v) in enumerate(zip(masks, self.w, self.m, self.v)):
             self.age[number] = torch.where(mask, 0, self.age[number] + 1)
             r = s["beta3"] ** self.age[number]
-            for rank in range(W):
-                w, m, v = self.w[rank][number], self.m[rank][number], self.v[rank][number]
-                u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"]) + s[
-                    "decay"
-                ] * w
-                selected, others = self.ratio(w[mask], u[mask]), self.ratio(w[~mask], u[~mask])
-                if not (mask.any() and w[mask].norm() > 0):
-                    selected = others
-                trust = r * selected + (1 - r) * others
-                if w.ndim < 2:
-                    trust = torch.ones_like(trust)
-                elif not dense and number in self.large:
-                    trust = trust.clamp(max=LARGEST_TRUST)
-                self.w[rank][number] = w - s["lr"] * (r + (1 - r) / math.sqrt(W)) * trust * u
-        if t % s["local"] == 0:
-            for number in range(len(masks)):
-                mean = sum(self.w[rank][number] for rank in range(W)) / W
-                for rank in range(W):
-                    self.w[rank][number] = mean
+            u = (m / (1 - s["b1"] ** t)) / ((v / (1 - s["b2"] ** t)).sqrt() + s["eps"])
+            u += s["decay"] * w
+            for of_rank, update in zip(w, u):
+                others = self.ratio(of_rank[~mask], update[~mask])
+                selected = self.ratio(of_rank[mask], update[mask]) if mask.any() else others
+                trust = r * selected + (1 - r) * others if w.ndim > 2 else 1.0
+                if number in sparse:
+                    trust = trust.clamp(max=s["most"])
+                of_rank -= s["lr"] * (r + (1 - r) / math.sqrt(W)) * trust * update
+            if t % s["local"] == 0:
+                w.copy_(w.mean(0))
 
-    def as_sent(self, momenta: list[Tensor]) -> list[Tensor]:
-        """Returns a rank's momenta as they are sent: the units of this step, one after another."""
-        bits = self.settings["bits"]
-        if not bits:
-            return momenta
-        buffer = self.layout.new_buffer()
-        for number, view in zip(self.large, self.layout.views(buffer)):
-            view.copy_(momenta[number])
-        buffer[self.units] = rounded(buffer[self.units].flatten(), bits).view(-1, BLOCK)
-        sent = list(momenta)
-        for number, view in zip(self.large, self.layout.views(buffer)):
-            sent[number] = view.clone()
-        return sent
+    def exchange(self, masks: list[Tensor]) -> None:
+        """Exchanges the momentum of the next units, and makes the masks those of their elements."""
+        units, bits = next_units(self.order, self.cursor, self.k), self.settings["bits"]
+        self.cursor = (self.cursor + len(units)) % len(self.order)
+        buffers = [self.layout.new_buffer() for _ in range(self.ranks + 1)]
+        views = [self.layout.views(buffer) for buffer in buffers]  # of the momenta, and of masks
+        for number, (*of_ranks, _) in zip(self.large, zip(*views)):
+            torch._foreach_copy_(of_ranks, list(self.m[number]))
+        own = torch.stack([buffer[units] for buffer in buffers[:-1]])
+        sent = torch.stack(
+            [rounded(each.flatten(), bits).view_as(each) if bits else each for each in own]
+        )
+        for buffer, values in zip(buffers, [*(sent.mean(0) + own - sent), 1.0]):
+            buffer[units] = values
+        for number, (*of_ranks, mask) in zip(self.large, zip(*views)):
+            self.m[number], masks[number] = torch.stack(of_ranks), mask > 0
 
     @staticmethod
     def ratio(w: Tensor, u: Tensor) -> Tensor | float:

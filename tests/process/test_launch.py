@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,13 +42,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return finish
 
 
-def start_launcher(folder: Path, size: int) -> subprocess.Popen[str]:
-    words = ["-m", "distributed.launch", "--standalone", f"--nproc_per_node={size}"]
-    script, *flags = command(size).split()
-    words = [sys.executable, *words, str(ranks.ROOT / script), *flags]
-    return ranks.start(words, folder, PYTHONPATH=str(ranks.ROOT))
-
-
 def wait_for_a_row(folder: Path, job: subprocess.Popen[str]) -> None:
     """Until an epoch is done, of which there are eleven more."""
     log = folder / "run" / "metrics.jsonl"
@@ -67,7 +59,8 @@ def kill_rank(job: subprocess.Popen[str], rank: int) -> None:
 
 
 def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_path):
-    job = start_launcher(tmp_path, 2)
+    words = ranks.torchrun(*command(2).split())
+    job = ranks.start(words, tmp_path, cold=True, NGPU="2")  # whose number is the launcher's
     wait_for_a_row(tmp_path, job)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
@@ -75,6 +68,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
     ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
     dead.kill()
     dead.wait()
+    assert len(ranks.metrics(tmp_path / "run")) < 12, "it was not trained to its end"
     ranks.run(command(2), tmp_path, 2)
     ranks.same_run(whole(2), tmp_path / "run")
 
@@ -178,7 +172,7 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
 
 SLURM = {  # programs by name; python takes the place of the interpreter
     "scontrol": """[ "$2" = hostnames ] && printf 'n7\\nn8\\n' || echo "Id=7 Command=$FILE A=1" """,
-    "srun": """shift; for i in 0 1; do SLURM_NODEID=$i "$@"; done""",
+    "srun": """shift 2; for i in 0 1; do SLURM_NODEID=$i "$@"; done""",
     "python": """[ "$1" = -c ] && echo 4 || echo "$SRUN_CPUS_PER_TASK $*" """,
 }
 
@@ -234,6 +228,7 @@ def exit_with(words: list[str], console: Path) -> None:
         ("exit 0", 0),
         ('[ "$RANK" = 0 ] && exec sleep 60; kill -HUP $$$$ $PPID; sleep 1; exit 3', 3),
         ('[ "$RANK" = 0 ] && exec sleep 60; kill -9 $$$$', 137),  # torchrun halves each $$
+        ('[ "$RANK" = 0 ] && kill -TERM $PPID; exec sleep 60', 130),
     ],
 )
 def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, code, tmp_path):

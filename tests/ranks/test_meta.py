@@ -27,7 +27,7 @@ from models.transformer import Transformer
 from optimizer_cases import assert_same
 from trainers import FP32, build_optimizer, make_trainer
 from training.losses import MixedCrossEntropy
-from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.meta_mixup_step import HeldOutBatches, MetaMixupStep, adam_metric
 
 RATE = 0.3
 ALONE = World()
@@ -221,9 +221,10 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
     step, losses = MetaMixupStep(meta, mock.Mock(), held_out=mock.Mock()), meta.row_losses
     rows, labels = torch.tensor([5, 0, 3, 6]), torch.tensor([2, 0, 2, 1])
     mix = Mix(torch.tensor([2, 3, 1, 0]), torch.tensor([0.9, 0.2, 0.6, 1.0]))
+    logits = torch.randn(4, 3) * torch.tensor([[torch.nan], [1e3], [1.0], [1.0]])
     for again in (False, True):
         step.begin_step(rows, again=again)
-        losses.add(rows, logits := torch.randn(4, 3), labels=labels, mix=mix)
+        losses.add(rows, logits, labels=labels, mix=mix)
     losses.end_epoch()
     scores, alike = logits.log_softmax(1), labels == labels[mix.partner]
     for row in range(4):
@@ -232,10 +233,26 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
         parts = [
             share
             * (torch.tensor(1.0 if alike[place] else share).log() - scores[place, labels[row]])
+            .nan_to_num(0.0)
+            .clamp(-10, 10)
             for share, place in ((own, row), (other, host))
         ]
         expected[rows[row]] = sum(parts) / (own + other)
     torch.testing.assert_close(losses.excess, expected)
+
+
+def test_the_metric_of_adamw_makes_its_steps_of_its_first_moments():
+    used, unused = (nn.Parameter(torch.zeros(4, 3)) for _ in range(2))
+    model = nn.ParameterList([used, unused])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    assert adam_metric(model, optimizer) is None, "before the first step"
+    for step in range(1, 4):
+        before, used.grad = used.detach().clone(), torch.randn(4, 3)
+        optimizer.step()
+        metric, nothing = adam_metric(model, optimizer)
+        m = optimizer.state[used]["exp_avg"] / (1 - 0.9**step)
+        torch.testing.assert_close(before - used, 0.1 * m * metric, rtol=1e-4, atol=1e-6)
+        assert not nothing.any()
 
 
 CENTRES = torch.tensor([[-3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 8.0]])

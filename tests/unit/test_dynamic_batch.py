@@ -19,6 +19,7 @@ from dynamic_batch import (
     at_milestones,
     nearest_batch_size,
     replacing_decay,
+    schedule_growth,
 )
 from optimizers.schedules import Schedule
 
@@ -84,6 +85,8 @@ def walk(rule: Rule, losses: list[float], seconds=None, noise=None) -> list[floa
 def test_schedules_are_functions_of_the_epoch():
     assert walk(Scheduled(100, at_milestones(2.0, [3, 1])), [1.0] * 4) == [100, 200, 200, 400, 400]
     assert walk(Scheduled(100, at_milestones(0.5, [2])), [1.0] * 2) == [100, 100, 50]
+    growth = schedule_growth(None, epochs=7, lr_schedule=float, grows=True)
+    assert [growth(epoch) for epoch in range(7)] == [1, 1, 1, 1, 2, 2, 4]
 
 
 def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch():

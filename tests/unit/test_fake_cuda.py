@@ -126,9 +126,7 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
         with gpu.waiting() as first:
             step()
         assert first.keys() <= LAYOUT
-        with gpu.waiting() as second:  # NGD learns, once, whether the first step was skipped
-            step(found_inf=torch.zeros((), device=CUDA))
-        assert second.keys() <= {"kaldi_ngd._has_started"}
+        step(found_inf=torch.zeros((), device=CUDA))
         steps = []
         for number in range(8):
             set_lr(0.1 / (1 + number))
@@ -168,7 +166,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_of(("name", "most"), [("ngd", 240), ("kaldi_ngd", 400), ("lamb", 160), ("lars", 165)])
+@each_of(("name", "most"), [("ngd", 240), ("kaldi_ngd", 400), ("lamb", 130), ("lars", 135)])
 def test_a_step_of_40_matrices_launches_few_kernels(name, most):
     with FakeGpu() as gpu:
         model = gpu.model(nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)]))

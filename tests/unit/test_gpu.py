@@ -97,26 +97,6 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
         assert torch.equal(ours, theirs)
 
 
-# -------------------------------------------------------------------- ranks that share a GPU
-
-
-def slamb_goes_on_after_its_dense_steps(world: World) -> None:
-    model = image_network().to(world.device)
-    optimizer = build_optimizer(model, "slamb", 0.01, 1e-3, dense_steps=3, local_steps=4)
-    for step in range(12):
-        set_gradients(list(model.parameters()), 100 * world.rank + step)
-        optimizer.step()
-    ours = weights(model).double()
-    assert torch.isfinite(ours).all()
-    others = torch.tensor(world.all_gather(ours.tolist()))
-    assert torch.equal(others[0], others[1])
-
-
-@needs_gpu
-def test_slamb_goes_on_after_its_dense_steps():
-    ranks.run_ranks(slamb_goes_on_after_its_dense_steps, 2, device="cuda:0")
-
-
 # -------------------------------------------------------------------- runs
 
 

@@ -188,12 +188,11 @@ def test_weights_of_a_model_that_asks_for_its_version():
 
 
 def test_a_model_of_timm_says_which_layers_classify():
-    model, linear = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3)), nn.Linear(2, 2)
-    assert pretrained.classifier_names(model) == ["1.weight", "1.bias"]
-    model.default_cfg = {"classifier": ("0", "1")}
-    assert len(pretrained.classifier_names(model)) == 4
-    model.append(linear).default_cfg = {"classifier": "0"}
-    assert pretrained.classifier_names(model) == ["0.weight", "0.bias"]
+    model = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 3, 1), nn.Linear(2, 3))
+    for said, numbers in ((None, [2]), ("1", [1]), (("0", "2"), [0, 2])):
+        model.default_cfg = {"classifier": said}
+        names = [f"{number}.{name}" for number in numbers for name in ("weight", "bias")]
+        assert pretrained.classifier_names(model) == names
 
 
 def test_weights_are_refused_by_what_is_wrong():
