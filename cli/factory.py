@@ -493,7 +493,7 @@ def create_trainer(
         "script": run.script,
         "flags": vars(args),
         **machine,
-        "launchers": sorted(set(world.gather(launcher_id()))),  # a restarted job knows its run
+        "launchers": sorted({*world.gather(launcher_id())} - {""}),  # a restarted job knows its run
         **({"segments": segments} if len(segments) > 1 else {}),
     }
     log = run_log.RunLog(

@@ -172,7 +172,7 @@ class GradScalerOptimizer(CheckedOptimizer):
     def moments(
         self, parameters: list[Tensor], like: list[Tensor], *names: str
     ) -> list[list[Tensor]]:
-        """The states of these names, a list for each, which begin as zeros."""
+        """For each name, the states of that name of all parameters; missing ones begin as zeros."""
         for p, each in zip(parameters, like):
             for name in names:
                 if name not in self.state[p]:
