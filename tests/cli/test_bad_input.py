@@ -23,7 +23,6 @@ BOTH = [
     ("stray", "stray: this is neither a flag nor the value of one"),
     ("--optimizer sdg", "did you mean sgd?"),
     (f"--out {'x' * 300}", "File name too long"),
-    ("--bs 2000", "--bs 2000"),
     ("--accumulate 99", "global batch"),
     ("--optimizer kaldi_ngd --opt_args eta=1", "--opt_args: KaldiNGD: eta=1"),
     ("--ngd --opt_args rank=x", "--opt_args rank=x: must be like 32"),
@@ -38,9 +37,6 @@ BOTH = [
     ("--no-test", "--val_fraction"),
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
     ("--distributed", "torchrun"),
-    ("--device toaster", "--device toaster"),
-    ("--evaluate", "--resume"),
-    ("--resume .", "no such checkpoint"),
     ("--recipe fats94", "did you mean fast94?"),
     ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
     ("--out /dev/null/run", "/dev/null/run"),
@@ -53,11 +49,9 @@ IMAGES_ONLY = [
     ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
     ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
     ("--arch vgg8 --image_size 12 --small_epochs 1 --small_size 4", "cannot take 4x4 images"),
-    ("--image_size 100000", "--image_size: must be at least 0 and at most 4096"),
     ("--dataset cifar10 --data_dir none", "none/cifar-10-batches-py is missing"),
 ]
 TEXTS_ONLY = [
-    ("--heads 3", "width=8 must be divisible by heads=3"),
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
 ]
 CASES = [(name, *case) for name in SCRIPTS for case in BOTH]
@@ -80,7 +74,7 @@ def test_failed_download_can_be_tried_again(refused: Refused) -> None:
 
 def test_nothing_is_written_where_the_input_is_wrong(refused, tmp_path):
     refused("images", "--bs 2000 --out made", "--bs 2000")
-    refused("texts", "--heads 3 --out made", "heads=3")
+    refused("texts", "--heads 3 --out made", "width=8 must be divisible by heads=3")
     assert os.listdir(tmp_path) == []
 
 

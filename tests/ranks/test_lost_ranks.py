@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing import connection
 
 import pytest
@@ -84,9 +86,11 @@ def test_ranks_meet_those_that_live_and_have_the_same_device(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         for backend in ("gloo", "nccl"):
             store = dist.HashStore()
+            store.set_timeout(timedelta(seconds=5))
             store.set("arrived/1", "gloo  the-dead")
             first = pool.submit(world._meet, store, both[0], "gloo")
             store.get("seen/gloo  the-dead")
+            time.sleep(0.5)  # in which the dead one does not answer
             second = pool.submit(world._meet, store, both[1], backend)
             if backend == "gloo":
                 first.result().set("key", "value")
