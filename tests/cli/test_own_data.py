@@ -131,8 +131,8 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
     write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
     splits, classes = read(tmp_path, "3", "2")
     assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
-    write(tmp_path, train__csv='x;"a, b"\ny;"c, d"\n', test__csv='x;"e, f"\n')
-    assert read(tmp_path)[0]["train"].texts == ["a, b", "c, d"], "a separator within quotes"
+    write(tmp_path, train__csv='"x, 1";a\n"y, 2";b\n', test__csv='"x, 1";c\n')
+    assert read(tmp_path)[1] == ["x, 1", "y, 2"], "a comma within quotes"
 
 
 def test_quotes_in_tab_separated_files_are_text(tmp_path):
