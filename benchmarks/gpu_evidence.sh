@@ -150,6 +150,7 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     image cutmix --mixup cutmix
     image mixup-fp16 --mixup mixup --precision fp16
     image adamw --optimizer adamw --lr 1e-3
+    image muon --optimizer muon
     image lamb --optimizer lamb --lr 0.01
     image lars --optimizer lars --lr 1
     image fuse --fuse
@@ -160,8 +161,13 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     image deterministic --deterministic
     ranks ddp
     ranks ddp-bf16 --grad_compress bf16
+    ranks ddp-int4 --grad_compress int4
+    ranks powersgd --grad_compress powersgd
     ranks slamb --optimizer slamb --lr 0.003 --dense_steps 2
+    ranks slamb-int4 --optimizer slamb --lr 0.003 --dense_steps 2 --wire_dtype int4
     ranks local-sgd --sync local --local_steps 4
+    ranks diloco --sync diloco --local_steps 4
+    ranks lag --sync lag
     ranks fsdp --parallel fsdp
     text text
     text text-cudagraph --backend cudagraph
