@@ -1,5 +1,5 @@
 # The usual commands; each is one line that can be typed as well.
-PYTHON = .venv/bin/python
+VENV_PYTHON = .venv/bin/python
 
 .PHONY: help install format lint test test-all test-legacy figures
 
@@ -10,13 +10,13 @@ install:       ## create .venv with all that development needs
 	bash setup_venv.sh requirements-dev.txt
 
 format: install  ## format the code and fix what ruff can fix
-	$(PYTHON) -m ruff check --fix .
-	$(PYTHON) -m ruff format .
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
 
 lint: install  ## check style and types
-	$(PYTHON) -m ruff check .
-	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
 
 test:          ## lint, and run the fast tests
 	bash test.sh
@@ -28,4 +28,4 @@ test-legacy:   ## run the tests of the legacy stack
 	bash test.sh --legacy
 
 figures: install  ## redraw all figures and tables from the committed logs
-	$(PYTHON) -m figures.draw
+	$(VENV_PYTHON) -m figures.draw

@@ -6,6 +6,7 @@
 # No download but the Python packages (5.8 GB with CUDA; setup_venv.sh says how to do without).
 #   bash demo.sh [FOLDER]        runs and pictures go there (default runs/demo-<time>)
 set -euo pipefail
+unset CDPATH # with it, cd prints
 out=${1:+$(mkdir -p "$1" && cd "$1" && pwd)}
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -17,6 +17,7 @@
 #   PYTHON         interpreter (.venv/bin/python where it exists, else python3)
 # The exit code is that of the script.
 set -euo pipefail
+unset CDPATH # with it, cd prints
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 venv=$root/.venv/bin/python
@@ -32,7 +33,8 @@ if ! gpus=$("$python" -c "$count" 2>/dev/null); then
     exit 2
 fi
 processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')
+[[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "error: NGPU=$NGPU is no number of processes" >&2 && exit 2; }
+cores=$(nproc)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 

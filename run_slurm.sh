@@ -4,8 +4,9 @@
 #   sbatch --nodes=2 --gpus-per-node=4 --cpus-per-task=32 run_slurm.sh resnet50_test.py --bs 256
 #
 # A job that is preempted, or whose node fails, is queued again and goes on with its run. Its run
-# folder is runs/SCRIPT-JOBID, or --out; the same command with the same --out goes on with that run
-# as well. From another folder the repository is found by Slurm, or is REPO.
+# folder is runs/SCRIPT-JOBID, or --out of the command line (not of a recipe); the same command with
+# the same --out goes on with that run as well. From another folder the repository is found by
+# Slurm, or is REPO.
 #
 # Slurm sends SIGTERM 120 s before the time limit, and the launcher kills what still runs 110 s
 # later (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): a checkpoint must be written within that time.
@@ -23,6 +24,8 @@ export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
 export NGPU=${NGPU:-${SLURM_GPUS_ON_NODE:-}} # a node that sees fewer ends with a clear error
 # srun does not take it from sbatch, and would give all processes of a node one core.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}
+unset SLURM_CPUS_PER_GPU # srun refuses both
+export SLURM_EXPORT_ENV=ALL # what is exported here, also where sbatch had --export
 
 # sbatch runs a copy of this file elsewhere, and knows where the file was.
 submitted=$({ scontrol show job -o "$SLURM_JOB_ID" || true; } | sed -n 's/.* Command=\([^ ]*\).*/\1/p')
@@ -59,5 +62,5 @@ case ${flags/ -r auto / } in
 esac
 
 # shellcheck disable=SC2016  # SLURM_NODEID is expanded on each node
-exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
+exec srun --ntasks="$NNODES" --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' \
     "$root/run_distributed.sh" "$script" "$@"

@@ -7,9 +7,10 @@
 # A second call installs nothing unless a file that pip reads has changed. The environment variable
 # PYTHON names the interpreter (3.10 or newer).
 set -euo pipefail
+unset CDPATH # with it, cd prints
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-requirements=$1
+requirements=$(basename "${1:?usage: bash setup_venv.sh requirements.txt}")
 venv=.venv newest_minor=99 supported="Python 3.10 or newer"
 read_by_pip=(requirements.txt "$requirements") # a file that names the first one
 if [ "$requirements" = requirements-legacy.txt ]; then
@@ -32,7 +33,7 @@ if [ -z "$python" ]; then
 fi
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # not there, or half made
-    rm -f "$venv"/installed-*
+    rm -f "$venv"/installed-* "$venv"/bin/python* # links to an interpreter that may be gone
     "$python" -m venv "$venv"
 fi
 installed=$venv/installed-$requirements # a copy of what pip has read

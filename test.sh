@@ -5,6 +5,7 @@
 #   bash test.sh --legacy    the tests of the legacy stack (torch 2.3.1, ORTModule, torchtext)
 # DATA_DIR names the folder of the real data sets; tests that need a missing one are skipped.
 set -euo pipefail
+unset CDPATH # with it, cd prints
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 case ${1:-} in
@@ -27,6 +28,6 @@ bash setup_venv.sh requirements-dev.txt
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-if command -v shellcheck >/dev/null; then shellcheck ./*.sh tuning/*.sh .ci/run; fi
+if command -v shellcheck >/dev/null; then shellcheck ./*.sh tuning/*.sh benchmarks/*.sh .ci/run; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a process of pytest for each core
 exec .venv/bin/python -m pytest -rs --durations=10 -n auto --dist loadfile -m "$selection" "$@"

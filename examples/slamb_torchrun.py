@@ -3,15 +3,17 @@
 The model is not wrapped in DistributedDataParallel: SLAMB sends a tenth of its momentum itself.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from faster_training import SLAMB
 from torch import nn
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-device = torch.device("cpu")
-if torch.cuda.is_available():
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+local_rank, on_node = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+has_gpus = torch.cuda.device_count() >= on_node  # a GPU for each process
+dist.init_process_group("nccl" if has_gpus else "gloo")
+device = torch.device("cuda", local_rank) if has_gpus else torch.device("cpu")
 torch.manual_seed(0)  # the same weights on all ranks
 model = nn.Sequential(nn.Linear(20, 512), nn.ReLU(), nn.Linear(512, 4)).to(device)
 optimizer = SLAMB(model.parameters(), lr=0.01, compress_ratio=0.1)

@@ -30,8 +30,8 @@ from figures import verdict
 from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
 from training.atomic_file import atomic_write_text
+from training.progress import in_words
 from training.run_folder import lock_run_folder, make_run_folder
-from training.time_estimate import in_words
 from tuning.config import Arm, Objective, Space, SweepConfig
 from tuning.results import training_command, write_recipe
 from tuning.search import finished_trials, run_sweep, trial_arguments

@@ -3,6 +3,7 @@
 #   bash tuning/resnet50_tuning.sh --trials 40 --jobs 4
 #   bash tuning/resnet50_tuning.sh --help
 set -euo pipefail
+unset CDPATH # with it, cd prints
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv/bin/python
 python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}

@@ -3,4 +3,5 @@
 #   bash tuning/transformer_tuning.sh --trials 40 --jobs 4
 #   bash tuning/transformer_tuning.sh --help
 set -euo pipefail
+unset CDPATH # with it, cd prints
 exec bash "$(dirname "${BASH_SOURCE[0]}")/resnet50_tuning.sh" --script transformer_test.py "$@"
