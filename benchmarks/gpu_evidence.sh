@@ -4,7 +4,7 @@
 #
 #   bash benchmarks/gpu_evidence.sh pack runs/pieces    first, where the data is: CIFAR-10 in three
 #                                                       pieces of 45 MiB, runs/pieces/1 to 3
-#   bash benchmarks/gpu_evidence.sh A runs/pieces/1     versions, ceilings, tests, short runs of
+#   bash benchmarks/gpu_evidence.sh A runs/pieces/1     versions, tests, short runs of
 #                                                       every method
 #   bash benchmarks/gpu_evidence.sh B runs/pieces/2     speed of ResNet-50's step by setting
 #   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds,
@@ -27,6 +27,7 @@
 # A step that fails or takes too long does not stop the next one. The exit code is 1 if one did, and
 # 2 if nothing was started.
 set -euo pipefail
+unset CDPATH # with it, cd prints
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 self=$root/benchmarks/gpu_evidence.sh
 data_set=cifar-10-batches-py
@@ -129,7 +130,6 @@ show() { # show TITLE: how a step ended, and the end of what a failed one wrote
 # -------------------------------------------------------------------- parts
 
 part_A() {
-    probe ceilings 60 ceilings
     beside tests 240 "$python" -m pytest -p no:cacheprovider "${tests[@]}"
     smoke_runs
 }

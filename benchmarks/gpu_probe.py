@@ -1,6 +1,5 @@
-"""What a GPU does: its ceilings, and a step of ResNet-50 on random pixels.
+"""What a GPU does in a step of ResNet-50 on random pixels.
 
-python -m benchmarks.gpu_probe ceilings
 python -m benchmarks.gpu_probe step --json step.json --more --bs 256 --backend compile
 python -m benchmarks.gpu_probe plain --more --bs 128
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,46 +31,6 @@ STEPS = 20  # of a block: whole periods of KaldiNGD's updates
 BLOCKS = 5
 
 
-def milliseconds(work: Callable[[], Any], repeats: int = 5, calls: int = 4) -> float:
-    """Return the milliseconds of a call on the device, the median of several blocks of calls."""
-    work()
-    times = []
-    for _ in range(repeats):
-        bench.wait_for_device()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        bench.wait_for_device()
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    return statistics.median(times)
-
-
-# -------------------------------------------------------------------- ceilings
-
-
-def ceilings(quick: bool) -> Iterator[dict[str, Any]]:
-    """Measure a large bf16 matrix product and a large copy, in bytes read and written."""
-    side, numbers = (256, 2**16) if quick else (8192, 2**29)
-    on_gpu = torch.cuda.is_available()
-    yield {
-        "torch_cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30) if on_gpu else None,
-    }
-    square = torch.randn(side, side, device=bench.DEVICE, dtype=torch.bfloat16)
-    product = milliseconds(lambda: square @ square)
-    source = torch.randn(numbers, device=bench.DEVICE)
-    target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source))
-    yield {
-        "bf16_tflops": 2 * side**3 / product / 1e9,
-        "copy_tb_per_s": 2 * source.nbytes / copy / 1e9,
-    }
-
-
-# -------------------------------------------------------------------- steps
-
-
 def random_pixels(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
     """Take the place of `image_datasets.read_torchvision`: CIFAR-10's shapes, random contents."""
     splits = {}
@@ -81,12 +40,12 @@ def random_pixels(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list
     return splits, [str(label) for label in range(10)]
 
 
-def measure_steps(what: str, flags: list[str], quick: bool) -> Iterator[dict[str, Any]]:
+def measure_steps(what: str, flags: list[str], quick: bool) -> dict[str, Any]:
     """Measure steps with these flags of resnet50_test.py, or those of the plain recipe."""
     image_datasets.read_torchvision = random_pixels
     with trainers.ready("resnet50", flags) as opened:
         steps = plain_steps(opened) if what == "plain" else trainers.steps_of(opened.trainer)
-        yield time_steps(steps, *((2, 4, 2) if quick else (WARM_UP, STEPS, BLOCKS)))
+        return time_steps(steps, *((2, 4, 2) if quick else (WARM_UP, STEPS, BLOCKS)))
 
 
 def plain_steps(opened: trainers.Opened) -> Iterator[int]:
@@ -142,7 +101,7 @@ def show(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("what", choices=["ceilings", "step", "plain"])
+    parser.add_argument("what", choices=["step", "plain"])
     parser.add_argument(
         "--more",
         nargs="...",
@@ -153,15 +112,9 @@ def main() -> int:
     args = parser.parse_args()
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
     print(machine, flush=True)
-    if args.what == "ceilings":
-        results = ceilings(args.quick)
-    else:
-        results = measure_steps(args.what, args.more, args.quick)
-    shown = []
-    for result in results:
-        shown.append(result)
-        print(show(result), flush=True)
-    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=shown)
+    result = measure_steps(args.what, args.more, args.quick)
+    print(show(result), flush=True)
+    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=[result])
     return 0
 
 
