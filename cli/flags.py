@@ -361,8 +361,8 @@ def _add_run(parser: ScriptParser) -> None:
         "--out or the newest run; auto: --out if it holds a checkpoint, else a new run", nargs="?",
         metavar="PATH|auto", common=True, **start)
     add("--checkpoint", path_text, None, "trained model: best or last of --resume, --out or the "
-        "newest run, a run folder or a .pt file (default last)", metavar="best|last|PATH",
-        common=True, **start)
+        "newest run (last with --resume alone), a run folder or a .pt file", common=True,
+        metavar="best|last|PATH", **start)
     add("--eval_every", count, 1, "epochs between two evaluations; the last is always evaluated",
         metavar="EPOCHS")
     add("--save_every", natural, 0, "steps between two saves; 0 saves after each epoch only",

@@ -104,7 +104,7 @@ def measurements(runs: Runs, *, timed: int) -> list[str]:
     return [
         f"{mean_and_deviation(last(runs, accuracy))} ({len(runs)})",
         f"{statistics.mean(seconds):.0f}" if seconds else "",
-        f"{max(row['peak_memory_bytes'] for row in rows) / 2**30:.2f}",
+        f"{max(row['peak_memory_bytes'] for each in runs for row in each) / 2**30:.2f}",
     ]
 
 

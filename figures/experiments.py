@@ -37,6 +37,7 @@ from cli import flags
 from cli.flag_parser import Choice, FlagParser, file_path, switch
 from errors import InputError, Interrupted, exit_code
 from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
+from training.checkpoint import latest_files
 from training.run_folder import lock_run_folder
 
 PLAN = ROOT / "figures" / "experiments.yaml"
@@ -73,7 +74,7 @@ class PlannedRun:
         if "python" in words:
             words[words.index("python")] = sys.executable
         folder = os.path.relpath(self.folder, ROOT)  # logs do not name a machine's folders
-        resume = ["--resume", folder] if (self.folder / "last.pt").exists() else []
+        resume = ["--resume", folder] if latest_files(self.folder) else []
         return [*words, "--seed", str(self.seed), "--out", folder, *resume]
 
 
@@ -98,7 +99,7 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
     """
     if time.monotonic() >= deadline:
         raise Interrupted("the time is over; run the same command again to continue")
-    if run.folder.exists() and not (run.folder / "last.pt").exists():
+    if run.folder.exists() and not latest_files(run.folder):
         lock_run_folder(run.folder).close()  # no other process writes to it
         shutil.rmtree(run.folder)  # it was stopped before its first checkpoint, or has none
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
@@ -111,7 +112,7 @@ def execute(run: PlannedRun, deadline: float, variables: Mapping[str, str]) -> s
         process.send_signal(signal.SIGTERM)
         if wait(process, SHUTDOWN_SECONDS) is None:
             process.kill()
-        kept = "resume it" if (run.folder / "last.pt").exists() else "begin it anew"
+        kept = "resume it" if latest_files(run.folder) else "begin it anew"
         message = f"stopped in {run.title}; run the same command again to {kept}"
         raise Interrupted(message) from None
     if code or not finished(run.folder):

@@ -27,7 +27,7 @@ from figures.panels import (
     plain_log_ticks,
     with_columns,
 )
-from figures.run_logs import ROOT, Runs, accuracy, epochs_to, last, read_flags
+from figures.run_logs import ROOT, Runs, accuracy, epochs_to, last
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -102,7 +102,7 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
     tried: set[float] = set()  # rates, of any kind
     for number, (kind, label) in enumerate(kinds.items()):
         points = sorted(
-            (read_flags(search, name)["lr"], max(map(accuracy, runs[0])), accuracy(runs[0][-1]))
+            (float(name.partition("-lr")[2]), max(map(accuracy, runs[0])), accuracy(runs[0][-1]))
             for name, runs in groups[search].items()
             if name.partition("-lr")[0] == kind
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,8 @@ from training.epoch_report import (
     show_views,
     training_seconds,
 )
-from training.progress import device_hours
+from training.progress import device_hours, in_words
 from training.run_segments import describe_all
-from training.time_estimate import in_words
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
 QUANTITIES = {"loss": "loss", "accuracy": "accuracy / %", "macro_f1": "macro-F1 / %"}
@@ -133,6 +133,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     is_meta = flags.get("mixup") == "meta"
     chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
     seconds = training_seconds(row) if "seconds" in row else 0
+    peak = max(each.get("peak_memory_bytes", 0) for each in run.rows)  # each of one process
     return {
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
@@ -143,7 +144,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "time": in_words(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
-        "peak memory": show(row, "peak_memory_bytes", "{:.2f} GiB", 2**-30),
+        "peak memory": show({"peak": peak}, "peak", "{:.2f} GiB", 2**-30),
     }
 
 
@@ -156,8 +157,9 @@ def environment_of(run: ReportedRun) -> dict[str, str]:
     """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
     row, command = run.rows[-1], run.config.get("command")
     sent = sum(each.get("wire_bytes", 0) for each in run.rows)
-    words = command if isinstance(command, list) else [command or ""]
-    recorded = {**run.flags, **run.config, "command": " ".join(map(str, words))}
+    if isinstance(command, list):
+        command = shlex.join(map(str, command))
+    recorded = {**run.flags, **run.config, "command": command}
     return {
         **{name: str(recorded.get(name) or "") for name in RECORDED},
         "changes during the run": describe_all(run.config.get("segments") or []),
@@ -189,7 +191,7 @@ def curves(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     changing = {
         ylabel: [Column(run.name, run, key) for run in runs]
         for key, ylabel in CHANGING.items()
-        if len({row[key] for run in runs for row in run.rows if key in row}) > 1
+        if any(len({row[key] for row in run.rows if key in row}) > 1 for run in runs)
     }
     longest = max(row.get("seconds", 0) for run in runs for row in run.rows)
     unit, seconds = ("s", 1) if longest < 300 else ("min", 60) if longest < 10_800 else ("h", 3600)

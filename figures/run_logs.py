@@ -172,12 +172,6 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
     return groups
 
 
-def read_flags(group: str, name: str) -> dict[str, Any]:
-    """Return the flags of a logged run, which are those of all its seeds but for the seed."""
-    folders = run_folders(LOGS / group)
-    return read_config(next(f for f in folders if name_of(f) == name))["flags"]
-
-
 # -------------------------------------------------------------------- packing
 
 
@@ -301,6 +295,8 @@ def read_confusion(path: Path, epochs: set[int]) -> Confusion | None:
 def accuracy(row: Row) -> float:
     """Return the accuracy in percent on the test set, or on held-out rows if it was not used."""
     fraction = row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
+    if fraction is None:  # not evaluated
+        return math.nan
     return round(100 * fraction, 9)  # 58, where 100 * 0.58 is 57.99999999999999
 
 

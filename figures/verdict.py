@@ -45,7 +45,7 @@ class Difference:
         return "" if abs(self.mean) <= self.needed else "ahead of" if self.mean > 0 else "behind"
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.error:.2f}"
+        return f"{self.mean:+.2f}" + f" ± {self.error:.2f}" * math.isfinite(self.needed)
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], row: float) -> Difference:
@@ -207,7 +207,8 @@ def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
     searched, in_full = axes[0]
     for arm, colour in zip(arms, itertools.cycle(COLOURS.values())):
         shown = {rate: 100 * row["val_accuracy"] for rate, row in arm.trials.items() if row}
-        searched.plot(*zip(*sorted(shown.items())), "o-", color=colour, label=arm.name)
+        rates = sorted(shown)
+        searched.plot(rates, [shown[rate] for rate in rates], "o-", color=colour, label=arm.name)
         if arm.rate in shown:  # else no trial has come to its end
             searched.plot(arm.rate, shown[arm.rate], "*", color=colour, markersize=14)
         seconds = [training_seconds(run.rows[-1]) for run in arm.runs]

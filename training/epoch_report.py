@@ -150,14 +150,15 @@ def report_result(trainer: Trainer) -> None:
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
+    peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
     print(
         f"{progress.seconds:.1f} s, {speed:.0f} samples/s, peak memory "
-        f"{peak_memory(world.device) / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
+        f"{peak / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
         f"device-hours; run folder {folder}",
         flush=True,
     )
-    found = dict(trainer.metadata["baseline"])
+    found = dict(trainer.metadata.get("baseline", {}))
     accuracy = last.get(f"{found.pop('eval_set', '')}_accuracy")
     if accuracy is not None:
         print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)

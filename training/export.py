@@ -133,4 +133,4 @@ def _export_weights(model: nn.Module, example: Tensor, path: Path, texts: dict[s
     path.write_bytes(safetensors.save(weights, metadata=texts))  # save_file lets no other user read
     # Some buffers are no part of the state_dict.
     stored = {**dict(model.named_buffers()), **safetensors.load_file(path)}
-    return functional_call(model, stored, example, strict=True).detach()
+    return functional_call(model, stored, example, strict=True, tie_weights=False).detach()

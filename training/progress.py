@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint needs to go on; its best epoch, and whether it ends early."""
+"""Where a run is: what a checkpoint needs to go on; its best epoch, its end, the time left."""
 
 from __future__ import annotations
 
@@ -52,6 +52,20 @@ class EarlyStop:
         if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
             return f"the best {name} is that of epoch {best_epoch} (--patience {self.patience})"
         return ""
+
+
+def in_words(seconds: float) -> str:
+    """A duration for a sentence: 45 s, 20 min, 2.5 h, 16 h, 3.2 days."""
+    for unit, name, largest in ((1, "s", 90), (60, "min", 90), (3600, "h", 48)):
+        if seconds < largest * unit:
+            digits = 1 if name == "h" and seconds < 9.95 * unit else 0
+            return f"{seconds / unit:.{digits}f} {name}".replace(".0 ", " ")
+    return f"{seconds / 86400:.1f} days".replace(".0 ", " ")
+
+
+def time_left(seconds: float, *, done: float, epochs: int) -> str:
+    """The time to the end of a run that took `seconds` for its first `done` epochs, in words."""
+    return in_words(seconds / done * (epochs - done))
 
 
 def device_hours(rows: Sequence[Row]) -> float:
@@ -109,7 +123,7 @@ class Progress:
         best = self.best
         is_comparable = best.get("chosen_by") == chosen_by
         rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
-        self.since = self.since if is_comparable else len(self.rows)
+        self.since = self.since if is_comparable or not best["epoch"] else len(self.rows)
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
         if best_row([*rivals, row], chosen_by) is not row:

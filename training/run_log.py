@@ -22,9 +22,8 @@ from tqdm import tqdm
 from errors import discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
-from training.progress import Progress
+from training.progress import Progress, time_left
 from training.step_stats import StepTotals
-from training.time_estimate import time_left
 from training.tracking import TrackedRun
 
 
@@ -185,9 +184,8 @@ class RunLog:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
             speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
-            before = progress.rows[-1]["seconds"] if progress.rows else 0.0
-            seconds, done = before + progress.train_seconds, progress.step_in_epoch / steps
-            left = time_left(seconds, done=progress.epoch + done, epochs=self.epochs)
+            done = progress.epoch + progress.step_in_epoch / steps
+            left = time_left(progress.seconds, done=done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "

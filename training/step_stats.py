@@ -153,7 +153,7 @@ class TrainClock:
     def add_elapsed(self) -> None:
         """Add the time since the last call."""
         now, compiled = time.perf_counter(), compile_seconds()
-        self.progress.train_seconds += now - self.started
+        self.progress.train_seconds += now - self.started - (compiled - self.compiled)
         self.progress.seconds += now - self.started
         self.progress.compile_seconds += compiled - self.compiled
         self.started, self.compiled = now, compiled

@@ -21,6 +21,7 @@ from errors import InputError
 from training import checkpoint
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
 from training.progress import Progress
+from training.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
@@ -120,6 +121,8 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
     _load_weights(trainer, weights, optimizer)
     if trainer.average is not None and average:
         trainer.average.load_state_dict(average)
+    elif trainer.average is not None:  # --ema is new; what it has by now may not be finite
+        trainer.average = WeightAverage(trainer.model, trainer.average.decay)
     trainer.comm_hook.load_state_dict(state["hook"], trainer.parameters)
     trainer.comm_hook.load_rank_state_dict(of_hook, trainer.parameters)
     trainer.batches.load_state_dict(state["batching"])
