@@ -75,12 +75,12 @@ def writing(what: str, kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_as(flag: str) -> Iterator[None]:
+def refused_as(flag: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
     """Turn a part's refusal of its settings into the line of the flag that gave them."""
     try:
         yield
-    except ValueError as error:
-        raise InputError(f"{flag}: {error}") from None
+    except kinds as error:
+        raise InputError(f"{flag}: {first_line(error)}") from None
 
 
 def exit_code(main: Callable[[], int | None]) -> int:

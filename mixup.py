@@ -567,13 +567,13 @@ class MetaMixup:
             raise ValueError("policy loss needs the number of training rows")
         self.policy = policy
         self.alpha = alpha
-        # (classes, classes): which number belongs to a pair of classes, in both orders
-        pairs = classes * (classes + 1) // 2
-        self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
-        low, high = torch.triu_indices(classes, classes, device=device)
-        self.pair_index[low, high] = torch.arange(pairs, device=device)
-        self.pair_index[high, low] = torch.arange(pairs, device=device)
-        count = pairs if policy == "pair" else 1
+        count = classes * (classes + 1) // 2 if policy == "pair" else 1
+        if policy == "pair":
+            # (classes, classes): which number belongs to a pair of classes, in both orders
+            self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
+            low, high = torch.triu_indices(classes, classes, device=device)
+            self.pair_index[low, high] = torch.arange(count, device=device)
+            self.pair_index[high, low] = self.pair_index[low, high]
         self.numbers = torch.zeros(count, device=device, requires_grad=True)
         # Its epsilon is far below the gradients, which are as small as a learning rate divided by
         # the batch size and the number of pairs.

@@ -626,7 +626,8 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
-        before, now = (each["data"]["splits"] for each in (run.checkpoint, data.metadata))
+        before = run.checkpoint.get("data", {}).get("splits", {})
+        now = data.metadata.get("data", {}).get("splits", {})
         is_new = name == "test" or any(now[split] != before.get(split) for split in now)
         why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""

@@ -30,7 +30,7 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
-    if args.weights is None and args.arch.startswith(HF):
+    if args.weights is None and args.arch.startswith(HF) and "max_len" in args:
         with local_main_first(run.world), refused(args.arch):
             return read_encoder(args.arch)
     if args.weights is None and args.freeze:
@@ -72,7 +72,8 @@ def begin_with_weights(
             if run.world.is_main:
                 print(line, flush=True)
         return
-    flags = [name for name in MODEL_FLAGS if name in args]
+    fixed = ("arch",) if isinstance(model, Encoder) else MODEL_FLAGS  # of which --max_len is free
+    flags = [name for name in fixed if name in args]
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
     own = flat(vars(args))
     if other := next((name for name in given if own.get(name) != given[name]), None):

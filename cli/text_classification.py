@@ -80,9 +80,6 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     Raises:
         InputError: the data set is missing or broken.
     """
-    columns: Sequence[str] = ()
-    if run.checkpoint and "--text_column" not in run.checkpoint.get("changed", {}):
-        columns = run.checkpoint["columns"]
     splits, classes = once_a_node(
         run.world,
         lambda: text_datasets.read_text_splits(
@@ -90,7 +87,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             args.data_dir,
             choice=ColumnChoice(args.label_column, tuple(args.text_column)),
             classes=run.checkpoint["classes"] if run.checkpoint else (),
-            trained=columns,
+            trained=trained_columns(run.checkpoint),
             enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
         ),
     )
@@ -123,11 +120,24 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     if args.prior == "naive_bayes" and not encoder:
         size = tokenizer.get_vocab_size()
         prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
+        if prior is None and run.world.is_main:
+            print(f"no naive Bayes prior: {len(classes)} classes are too many for its table")
     metadata: dict[str, Any] = {"classes": classes, "data": fingerprint, "baseline": baseline}
-    metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "prior": prior}
-    metadata |= {"columns": splits["train"].columns, "encoder": encoder, "pad": pad}
+    metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "pad": pad}
+    columns = splits["train"].columns
+    metadata |= {"columns": columns.texts, "label_column": columns.label}
+    metadata |= {"encoder": encoder, "prior": prior}
     train = sets.pop("train")
     return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
+
+
+def trained_columns(checkpoint: Mapping[str, Any] | None) -> ColumnChoice:
+    """The names of a checkpoint's columns, but for those that flags have changed."""
+    changed = checkpoint.get("changed", {}) if checkpoint else {}
+    if not checkpoint or "--text_column" in changed:
+        return ColumnChoice()
+    label = None if "--label_column" in changed else checkpoint.get("label_column")
+    return ColumnChoice(label, tuple(checkpoint.get("columns", ())))
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
@@ -169,7 +179,7 @@ def predict(args: Namespace, run: Run) -> None:
     lines: list[Sample] = []
     notes: list[str] = []
     checkpoint = run.checkpoint
-    trained = () if "--text_column" in checkpoint["changed"] else checkpoint.get("columns", ())
+    trained = trained_columns(checkpoint)
     for path in args.predict:
         lines_of_files, notes_of_path = text_datasets.read_text_files(
             Path(path), args.text_column, trained=trained

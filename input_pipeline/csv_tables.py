@@ -57,6 +57,9 @@ class ColumnChoice:
     texts: tuple[str, ...] = ()
 
 
+NO_CHOICE = ColumnChoice()
+
+
 @dataclass(frozen=True)
 class CsvTable:
     """A file, and which of its columns are read as what.
@@ -101,11 +104,6 @@ class CsvTable:
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
 
-    def names_among(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of some names that the first row has once, be it a header or not."""
-        own = list(map(normalise, next(self.read())[1]))
-        return tuple(name for name in names if own.count(normalise(name)) == 1)
-
     def describe(self) -> str:
         """Say in one line which columns are read as what."""
         header = "row 1 is the header" if self.header else "no header row"
@@ -136,7 +134,12 @@ def is_number(name: str) -> bool:
 
 
 def open_table(
-    path: Path, choice: ColumnChoice, *, train: CsvTable | None = None, has_label: bool = True
+    path: Path,
+    choice: ColumnChoice,
+    *,
+    train: CsvTable | None = None,
+    trained: ColumnChoice = NO_CHOICE,
+    has_label: bool = True,
 ) -> CsvTable:
     """Find the columns of a file of own data.
 
@@ -145,29 +148,35 @@ def open_table(
             first comma, semicolon, tab or vertical bar. A line of a .jsonl file is an object.
         choice: the columns that the user named.
         train: the training file, whose columns another file must have.
+        trained: names of a trained model's columns, chosen where the first row has its texts' once;
+            some of them will do for texts to classify.
         has_label: False for texts to classify, of which `label` may then be -1.
     Raises:
         InputError: the file is missing, empty or broken, or it is not clear which of its columns
             are label and text.
     """
-    if path.suffix.lower() == ".jsonl":
-        read, has_header = partial(read_json_lines, path, names_of_objects(path)), True
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        read = partial(read_json_lines, path, names_of_objects(path))
     else:
         lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
-        pattern = SEPARATORS[path.suffix.lower()]
-        found = (match[0] for line in lines for match in pattern.finditer(line))
-        separator = next((each for each in found if len(each) == 1), ",")  # or a single column
+        found = (match[0] for line in lines for match in SEPARATORS[suffix].finditer(line))
+        alone = "\t" if suffix == ".tsv" else ","  # of a single column
+        separator = next((each for each in found if len(each) == 1), alone)
         read = partial(read_rows, path, separator, least=1 + has_label)
-        has_header = bool(train.header) if train else is_header(read(), choice)
     _, first = next(read())
+    own = list(map(normalise, first))
+    known = tuple(name for name in trained.texts if own.count(normalise(name)) == 1)
+    if known and (known == trained.texts or not has_label):
+        choice = ColumnChoice((trained.label or choice.label) if has_label else None, known)
+    has_header = suffix == ".jsonl" or (bool(train.header) if train else is_header(read(), choice))
     header = first if has_header else []
-    if train and header and list(map(normalise, header)) == list(map(normalise, train.header)):
+    if train and header and own == list(map(normalise, train.header)):
         return CsvTable(path, header, train.label, train.texts, read)
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
         choice = ColumnChoice(train.header[train.label], tuple(names))
-        own = set(map(normalise, header))
-        if normalise(str(choice.label)) not in own and own.issuperset(map(normalise, names)):
+        if normalise(str(choice.label)) not in own and {*own}.issuperset(map(normalise, names)):
             raise InputError(
                 f"{path}: has no column {choice.label}, the label of {train.path}; where rows have "
                 "no labels, move the file away, give --val_fraction 0.1, and classify it with "

@@ -16,9 +16,10 @@ from input_pipeline.text_batches import TextDataset
 from input_pipeline.tokenization import SPECIAL_TOKENS
 
 CHUNK_ROWS = 200  # whose tokens are counted at once
+MOST_SCORES = 2 * 10**7  # tokens times classes, which each batch looks up and each checkpoint holds
 
 
-def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor:
+def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor | None:
     """Count the tokens of a training split and score each token for each class.
 
         score(t, c) = (log p(t | c) - mean over c of log p(t | c)) * log((1 + rows) / (1 + df(t)))
@@ -28,8 +29,10 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
     that contain t.
 
     Returns:
-        (vocab_size, classes) fp32 on the CPU; special tokens score 0.
+        (vocab_size, classes) fp32 on the CPU; special tokens score 0. None beyond `MOST_SCORES`.
     """
+    if vocab_size * classes > MOST_SCORES:
+        return None
     counts, end = torch.zeros(vocab_size, classes, dtype=torch.float64), 0
     all_labels = data.labels.cpu()
     for lengths, labels in zip(data.lengths.split(CHUNK_ROWS), all_labels.split(CHUNK_ROWS)):

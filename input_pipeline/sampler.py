@@ -94,11 +94,12 @@ def balanced_order(order: Tensor, labels: Tensor, generator: torch.Generator) ->
 
 
 def _shuffle_last_group(sizes: Sequence[int], generator: torch.Generator) -> list[int]:
-    """Shuffle the sizes of the last group of sorted batches, where the smaller ones are.
+    """Shuffle the sizes of the last groups of sorted batches, where the smaller ones are.
 
     Otherwise the smaller batches would always get the longest rows.
     """
-    start = (len(sizes) - 1) // BATCHES_PER_SORT * BATCHES_PER_SORT
+    first = next((i for i, size in enumerate(sizes) if size < sizes[0]), len(sizes) - 1)
+    start = first // BATCHES_PER_SORT * BATCHES_PER_SORT
     last_group = list(sizes[start:])
     if len(set(last_group)) > 1:
         order = torch.randperm(len(last_group), generator=generator)

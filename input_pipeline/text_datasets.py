@@ -27,6 +27,7 @@ from torch import Tensor
 
 from errors import InputError
 from input_pipeline.csv_tables import (
+    NO_CHOICE,
     SUFFIXES,
     ColumnChoice,
     CsvTable,
@@ -70,13 +71,13 @@ class TextSplit:
         labels: the class number of each row.
         texts: the cleaned text of each row.
         notes: what a user should know of how the file was read, a line each.
-        columns: names of the text's columns, where the file has a header.
+        columns: names of its columns, where the file has a header.
     """
 
     labels: list[int]
     texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
-    columns: tuple[str, ...] = field(default=(), compare=False)
+    columns: ColumnChoice = field(default=NO_CHOICE, compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +108,7 @@ def read_text_splits(
     choice: ColumnChoice | None = None,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
-    trained: Sequence[str] = (),
+    trained: ColumnChoice = NO_CHOICE,
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read the rows of a data set and the names of its classes.
 
@@ -167,7 +168,7 @@ def read_own_csv(
     *,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
-    trained: Sequence[str] = (),
+    trained: ColumnChoice = NO_CHOICE,
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read csv or tsv files of own data: train, test, and val or validation.
 
@@ -175,7 +176,7 @@ def read_own_csv(
         folder: contains the files.
         choice: the columns that the user chose; others are found by name or position.
         classes: of a trained model; empty to take the labels of the training file.
-        trained: names of its texts' columns, which are taken where a file has them all.
+        trained: names of its columns, which are taken where a file has all its texts'.
         enough: see `needed_splits`.
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
@@ -185,10 +186,7 @@ def read_own_csv(
     names = list(classes)
     train: CsvTable | None = None
     for split, path in paths.items():
-        table = open_table(path, choice, train=train)
-        if trained and table.names_among(trained) == tuple(trained):
-            choice = ColumnChoice(choice.label, tuple(trained))
-            table = open_table(path, choice, train=train)
+        table = open_table(path, choice, train=train, trained=trained)
         train = train or table
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         labels, texts, empty = [], StoredTexts(), []
@@ -215,7 +213,9 @@ def read_own_csv(
             )
         names = names or name_classes(labels, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
-        columns = tuple(table.header[position] for position in table.texts if table.header)
+        columns = NO_CHOICE
+        if header := table.header:
+            columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
         numbered = [numbers[label] for label in labels]
         splits[split] = TextSplit(numbered, texts, tuple(notes), columns)
     return splits, names
@@ -290,7 +290,7 @@ def download_agnews(folder: Path, file: str) -> None:
 
 
 def read_text_files(
-    path: Path, columns: Sequence[str] = (), *, trained: Sequence[str] = ()
+    path: Path, columns: Sequence[str] = (), *, trained: ColumnChoice = NO_CHOICE
 ) -> tuple[dict[Path, dict[int, str]], list[str]]:
     """Return the texts of a file, or of all .txt files below a folder.
 
@@ -308,9 +308,8 @@ def read_text_files(
     texts = {}
     for file in files:
         if file.suffix.lower() in SUFFIXES:
-            table = open_table(file, ColumnChoice(texts=tuple(columns)), has_label=False)
-            if known := table.names_among(trained):
-                table = open_table(file, ColumnChoice(texts=known), has_label=False)
+            choice = ColumnChoice(texts=tuple(columns))
+            table = open_table(file, choice, trained=trained, has_label=False)
             notes.append(table.describe())
             rows = islice(table.read(), bool(table.header), None)
             lines = {number: " ".join(row[i] for i in table.texts) for number, row in rows}

@@ -8,6 +8,7 @@ The six views and their weights are those of arXiv:2404.00498, section 3.1.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,4 +46,5 @@ class AveragedViews(nn.Module):
         return (centre + sum(shifted) / 2) / 2
 
     def _with_mirror(self, images: Tensor) -> Tensor:
-        return (self.model(images) + self.model(images.flip(3))) / 2
+        logits, mirrored = self.model(images), self.model(images.flip(3))
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) + mirrored) / 2

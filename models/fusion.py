@@ -10,6 +10,7 @@ input anyway. Here the second buffer is not stored, at the price of one more con
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, cast
 
 import torch
@@ -156,7 +157,7 @@ class FusedMlp(nn.Sequential):
     """
 
     def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__(*layers)
+        super().__init__(OrderedDict(layers.named_children()))
         self.training = layers.training
 
     def forward(self, x: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def read_encoder(arch: str) -> SavedModel:
     pad, fits = tokenizer.pad_token_id, len(tokenizer) <= config.vocab_size
     if not (fits and tokenizer.is_fast and pad is not None and tokenizer.padding_side == "right"):
         raise InputError(
-            f"--arch {arch}: its tokenizer is not supported; it must be a fast one that pads on "
-            f"the right, with at most as many tokens as the model has ({config.vocab_size})"
+            f"--arch {arch}: its tokenizer is not supported; it must be a fast one with a padding "
+            f"token, on the right, and with at most the model's {config.vocab_size} tokens"
         )
     tokenizer.backend_tokenizer.no_padding()  # it may have been saved with a fixed length
     encoder = {"config": config.to_json_string(use_diff=False), "pad": pad}
@@ -92,6 +92,9 @@ class Encoder(nn.Module):
         loaded, info = type(self.model).from_pretrained(_find(arch), **config, **more)
         self.model.load_state_dict(loaded.state_dict())
         new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        if random := sorted(new & frozen):
+            raise InputError(f"--freeze: {list_names(random)} would stay random; leave it out")
         anew = f"; begin anew: {list_names(sorted(new))}" if new else ""
         return f"weights of {arch}: {len(loaded.state_dict()) - len(new)} tensors{anew}"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, did_you_mean, first_line, needing
+from errors import InputError, did_you_mean, first_line, needing, refused_as
 from models import resnet, vgg
 
 ARCHITECTURES = (*resnet.STAGES, "vgg8")
@@ -119,10 +119,11 @@ def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: in
             f"--arch {arch}: timm {timm.__version__} has no such model"
             f"{did_you_mean(name, timm.list_models())}"
         )
-    try:
-        model = timm.create_model(name, num_classes=classes, in_chans=channels)
-    except RuntimeError as error:  # such as of a tag that is not there
-        raise InputError(f"--arch {arch}: {first_line(error)}") from None
+    with refused_as(f"--arch {arch}", (RuntimeError, AssertionError, TypeError, ValueError)):
+        usual: Any = timm.get_pretrained_cfg(name)
+        is_other = usual.fixed_input_size and usual.input_size[-1] != image_size
+        size: dict[str, Any] = {"img_size": image_size} if is_other else {}  # of a ViT
+        model = timm.create_model(name, num_classes=classes, in_chans=channels, **size)
     return checked(model, arch, channels=channels, image_size=image_size)
 
 
@@ -138,8 +139,10 @@ def _create_torchvision_model(
             "or a torchvision model such as swin_t"
             f"{did_you_mean(arch, [*ARCHITECTURES, *torchvision_models])}"
         )
-    options = {"aux_logits": False} if arch in INCEPTIONS else {}
-    model = models.get_model(arch, weights=None, num_classes=classes, **options)
+    options: dict[str, int] = {"aux_logits": False} if arch in INCEPTIONS else {}
+    options |= {"image_size": image_size} if arch.startswith("vit_") else {}
+    with refused_as(f"--arch {arch}", (AssertionError,)):
+        model = models.get_model(arch, weights=None, num_classes=classes, **options)
     if channels == 1:
         model = nn.Sequential(GreyToColour(), model)
     return checked(model, arch, channels=channels, image_size=image_size)
@@ -151,8 +154,9 @@ def checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> n
         with torch.no_grad():
             model.eval()(torch.zeros(2, channels, image_size, image_size))
     except (RuntimeError, AssertionError) as error:
+        usual = usual_preprocessing(arch).get("size", 224)
         raise InputError(
             f"--arch {arch} cannot take {image_size}x{image_size} images "
-            f"({first_line(error)}); try --image_size 64 or 224"
+            f"({first_line(error)}); try --image_size 64 or {usual}"
         ) from None
     return model.train()

@@ -8,6 +8,7 @@ groups = decay_layers(model, groups, 0.75)            # smaller rates for layers
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -23,8 +24,11 @@ from torch import Tensor, nn
 
 from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names, normal_form
+from models.image_models import part_for_colours
+from optimizers.param_groups import classifier_prefixes
 
-NESTED = ("state_dict", "model", "model_state_dict")  # where other projects keep the weights
+# Where other projects keep the weights, an average of them first, as timm loads it.
+NESTED = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 COMPILED = "_orig_mod."  # in names of a model, or a part of one, that torch.compile has wrapped
 PICKLED_OBJECT = re.compile(r"Unsupported (?:global: GLOBAL|class) ([\w.]+)")  # in torch's error
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # classifiers that torchvision has in training alone
@@ -91,7 +95,9 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
 def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The weights, and all that the file holds."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        allow = getattr(torch.serialization, "safe_globals", contextlib.nullcontext)  # torch 2.5
+        with allow([argparse.Namespace]):  # the flags in timm's files
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many kinds for damaged files
         if found := PICKLED_OBJECT.search(str(error)):
             raise InputError(
@@ -154,10 +160,8 @@ def match_names(
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """The parameters of the classifier: the layers that timm names, or the last linear one."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    said = getattr(model, "default_cfg", {}).get("classifier") or linear[-1:]
-    heads = tuple(f"{name}." for name in ([said] if isinstance(said, str) else said))
+    """The parameters of the classifier, see `classifier_prefixes`."""
+    heads = classifier_prefixes(model)
     if not (names := [name for name, _ in model.named_parameters() if name.startswith(heads)]):
         raise InputError("--weights, --freeze: this model has no linear layer as its classifier")
     return names
@@ -272,10 +276,10 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
 
 
 def freeze_all_but_classifier(model: nn.Module) -> None:
-    """Train the classifier alone; BatchNorm's running statistics still follow the data."""
+    """Train the classifier, and a prior's weight; BatchNorm's statistics still follow the data."""
     classifier = classifier_names(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in classifier)
+        parameter.requires_grad_(name in (*classifier, "prior_weight"))
 
 
 def decay_layers(
@@ -294,7 +298,7 @@ def decay_layers(
     """
     layers: dict[str, int] = {}
     layer_of: dict[Tensor, int] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in part_for_colours(model).named_parameters():
         layer_of[parameter] = layers.setdefault(layer_name(name), len(layers))
     split = []
     for group in groups:
@@ -313,10 +317,15 @@ def layer_name(parameter: str) -> str:
     ('encoder.layers.encoder_layer_3', 'norm')
     >>> layer_name("stages.2.blocks.1.conv.weight"), layer_name("layer1.0.conv1.weight")
     ('stages.2.blocks.1', 'layer1.0')
+    >>> layer_name("s1.b2.conv1.conv.weight"), layer_name("Mixed_5b.branch5x5_1.conv.weight")
+    ('s1.b2', 'Mixed_5b')
     """
     modules = parameter.removeprefix("model.").split(".")[:-1]  # that of an Encoder
+    if len(modules) > 2 and re.search(r"\d[a-z]$", modules[0]):  # Mixed_5b, with several branches
+        return modules[0]
     for depth, name in enumerate(modules):
-        if depth >= 1 and name.isdigit() or depth >= 2 and name[-1].isdigit():
+        is_block = depth >= 2 or depth == 1 and modules[0][-1].isdigit()  # s1.b1 of a regnet
+        if depth >= 1 and name.isdigit() or is_block and name[-1].isdigit():
             inner = modules[depth + 1 :]
             if inner and inner[0].isdigit():  # a stage of blocks
                 return ".".join(modules[: depth + 2])

@@ -40,16 +40,18 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the groups of `decay_groups` further, by whether a parameter is under NGD.
 
-    Those that are not have `ngd=False`: the parameters of embeddings, of the linear layer that the
-    model defines last, which is taken to be the classifier, and positions. Where the classifier is
-    another layer, make the groups yourself.
+    Those that are not have `ngd=False`: the parameters of embeddings and of the classifier, and
+    positions. Where `classifier_prefixes` does not know the classifier, make the groups yourself.
     """
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    model = getattr(model, "_orig_mod", model)  # which torch.compile has wrapped
     embeddings = [
         module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]
-    left_out = {p for module in (*embeddings, *linear[-1:]) for p in module.parameters()}
-    left_out |= {p for name, p in model.named_parameters() if is_position(name)}
+    left_out = {p for module in embeddings for p in module.parameters()}
+    heads = classifier_prefixes(model)
+    for name, parameter in model.named_parameters():
+        if is_position(name) or name.startswith(heads):
+            left_out.add(parameter)
     groups = []
     for group in decay_groups(model, weight_decay):
         for ngd in (True, False):
@@ -57,6 +59,18 @@ def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             if parameters:
                 groups.append({**group, "params": parameters, "ngd": ngd})
     return groups
+
+
+def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """How names in the classifier begin: of the layers that timm names, or of the last linear one.
+
+    >>> classifier_prefixes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    ('1.',)
+    """
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    said = getattr(model, "default_cfg", {}).get("classifier") or linear[-1:]
+    names = [said] if isinstance(said, str) else said
+    return tuple(f"{name}." if name else "" for name in names)
 
 
 def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:

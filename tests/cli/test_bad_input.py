@@ -44,6 +44,8 @@ BOTH = [
 IMAGES_ONLY = [
     ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
+    ("--arch vit_b_16 --image_size 40", "--arch vit_b_16: Input shape indivisible by patch size"),
+    ("--arch hf:any/model", "--arch hf:any/model: unknown model"),
     ("--arch resnet18 --bs 1", "--bs 1"),  # BatchNorm has one value a channel to train on
     ("--test_views mirror", "mirror images"),
     ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),

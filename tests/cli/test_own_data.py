@@ -222,11 +222,14 @@ def test_evaluation_reads_the_columns_and_classes_of_the_run(tmp_path):
         assert shown == dict(zip("xyz", accuracies))
     named = re.sub(r"(?m)^\d+,", "", f"text,label\n{rows}")
     newer = named.replace(",", ",other words,").replace("other words", "comment", 1)
+    newer = re.sub(r"(?m)$(?=\n)", ",x", newer).replace(",x", ",agreed", 1)
     folder = write(tmp_path / "named", train__csv=named, test__csv=named)
-    run(transformer_test, TEXTS, f"--epochs 1 --data_dir {folder} --out {tmp_path}/named_run")
+    columns = "--text_column 1 --label_column 2"
+    run(transformer_test, TEXTS, columns, f"--data_dir {folder} --out {tmp_path}/named_run")
     write(tmp_path / "newer", test__csv=newer)
     evaluate = f"--checkpoint {tmp_path}/named_run --evaluate --data_dir {tmp_path}/newer"
-    first, second = (run(transformer_test, evaluate, more) for more in ("", "--text_column text"))
+    more = "--text_column text --label_column label"
+    first, second = (run(transformer_test, evaluate, each) for each in ("", more))
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
@@ -242,7 +245,7 @@ def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
         for file in ("test", "moved"):
             predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
             assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
-    table, new = table.replace("text,subject", "opinion,label"), "opinion,id\nword 0,1\n"
+    table, new = table.replace("text,subject", "opinion,label"), "opinion\nword 0\n"
     folder = write(tmp_path / "unusual", train__csv=table, test__csv=table, new__csv=new)
     data = f"--data_dir {folder} --text_column 2 --epochs 1 --out {tmp_path}/opinions"
     run(transformer_test, TEXTS, data)
@@ -467,7 +470,12 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     printed = run(transformer_test, resume).splitlines()[-3:]
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
     write(folder, new__csv="id,text,label\n1,Stocks rise,\n2,,x\n", one__csv="text\nStocks rise\n")
-    write(folder, new__jsonl='{"other": "Oil down"}\n', bare__tsv="1\tOil down\n")
+    write(
+        folder,
+        new__jsonl='{"other": "Oil down"}\n',
+        bare__tsv="1\tOil down\n",
+        quoted__tsv='"Oil" down, Stocks\n',
+    )
     tables = f"--predict {folder}/new.csv {folder}/one.csv"
     console = run(transformer_test, f"--resume {runs['texts']} {tables}")
     assert (
@@ -480,6 +488,8 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
         printed += run(transformer_test, flags).splitlines()[-1:]
     assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
     assert printed[4].startswith(": ")
+    flags = f"--resume {runs['texts']} --predict {folder}/quoted.tsv --text_column 1"
+    assert run(transformer_test, flags).splitlines()[-1].startswith('"Oil" down, Stocks: ')
     write(folder, list__json='["a text"]')
     for file, names in (("empty.txt", "contains no text"), ("list.json", "save it as .jsonl")):
         refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ def stored_bytes(run) -> int:
 def test_a_fused_mlp_equals_the_modules(activation):
     torch.manual_seed(3)
     kind = {"gelu": nn.GELU, "relu": nn.ReLU}[activation]
-    modules = nn.Sequential(nn.Linear(5, 7), kind(), nn.Linear(7, 3)).double()
+    layers = {"fc1": nn.Linear(5, 7), "act": kind(), "fc2": nn.Linear(7, 3)}
+    modules = nn.Sequential(OrderedDict(layers)).double()
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     model = nn.ModuleList([copy.deepcopy(modules).eval()])
     assert fusion.fuse(model) == 1

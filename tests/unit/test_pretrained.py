@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def test_weights_of_many_kinds_of_files(tmp_path):
         "a name of its own": {"net": {f"backbone.net.{n}": v for n, v in state.items()}},
         "without counters": {n: v for n, v in state.items() if "num_batches" not in n},
         "with numbers beside": {**state, "epoch": 3},
+        "timm": {"state_dict": {"a.b": bias}, "state_dict_ema": state, "args": Namespace(lr=1)},
         "beside an optimizer": {"net": state, "optimizer": {"state": {0: {"m": bias}}}},
     }
     for name, content in files.items():
@@ -246,9 +248,9 @@ def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name():
     assert load_into(model, saved, "vwxyz").endswith("fc (5 x 64) begins anew")
 
 
-@each_of(("name", "layers"), [("vit_b_16", 17), ("resnet18", 11)])
+@each_of(("name", "layers"), [("vit_b_16", 17), ("densenet121", 65), ("googlenet", 16)])
 def test_each_block_is_a_layer_of_its_own(name, layers):
-    model = models.get_model(name, weights=None)
+    model = image_models.create_model(name, classes=5, channels=1, image_size=224)
     split = pretrained.decay_layers(model, [{"params": list(model.parameters())}], 0.5)
     assert len(split) == layers
     assert len({group["lr_scale"] for group in split}) == layers

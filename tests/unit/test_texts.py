@@ -157,6 +157,7 @@ def test_naive_bayes_scores_equal_those_of_sklearn():
     expected = ((logs - logs.mean(0)) * rarity).T
     np.testing.assert_allclose(scores[3:], expected[3:], atol=1e-5)
     assert (scores[:3] == 0).all()
+    assert naive_bayes_scores(data, size, classes=10**6) is None
 
 
 @KINDS
