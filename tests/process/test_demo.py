@@ -1,4 +1,4 @@
-"""demo.sh: the scripts accept its commands, and those that it shows at its end."""
+"""demo.sh: the scripts accept its commands."""
 
 from __future__ import annotations
 
@@ -58,15 +58,3 @@ def test_the_demo_compares_optimizers_alone_and_reports_its_runs(folder, monkeyp
     assert different == {"optimizer", "opt_args", "out"}
     reported = [call[2:-2] for call in calls(folder) if "figures.report" in call]
     assert sum(reported, []) == [each["out"] for each in flags.values()]
-
-
-def test_the_commands_shown_at_the_end_name_what_is_there(folder):
-    text = (folder / "console.txt").read_text().split("Next:\n")[1].replace("\\\n", " ")
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    ")]
-    assert len(commands) == 5
-    outs = {call[call.index("--out") + 1] for call in calls(folder) if call[0] in SCRIPTS}
-    for command in commands:
-        if "--checkpoint" in command:
-            assert command[command.index("--checkpoint") + 1] in outs
-        elif "--help" not in command:
-            parsed(command)

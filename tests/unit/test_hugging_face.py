@@ -141,14 +141,6 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
     refused("texts", "--arch hf:small", "pip install transformers", base=BASE)
 
 
-def test_it_learns(folders, here):
-    flags = (
-        "--dataset headlines --bs 16 --threads 1 --ngd --lr 0.05 --lr_schedule cosine --epochs 5"
-    )
-    run(transformer_test, flags, f"--arch hf:{folders['bert']} --out run")
-    assert ranks.metrics(here / "run")[-1]["test_accuracy"] > 0.6  # of chance 0.25
-
-
 def test_defaults_and_flags_without_effect():
     parser = transformer_test.parser()
     words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()

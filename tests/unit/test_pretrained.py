@@ -256,17 +256,6 @@ def test_each_block_is_a_layer_of_its_own(name, layers):
     assert len({group["lr_scale"] for group in split}) == layers
 
 
-def test_rates_fall_towards_the_input():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4))
-    matrices = [model[0].weight, model[2].weight]
-    others = [model[0].bias, *model[1].parameters(), model[2].bias]
-    groups = [{"params": part, "kind": kind} for part, kind in ((matrices, 2), (others, 1))]
-    split = pretrained.decay_layers(model, groups, 0.5)
-    found = {p: (group["lr_scale"], group["kind"]) for group in split for p in group["params"]}
-    scales = zip(model, (0.25, 0.5, 1.0))
-    assert found == {p: (scale, p.ndim) for layer, scale in scales for p in layer.parameters()}
-
-
 def test_a_run_logs_the_rate_of_the_last_layer(here):
     flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0"
     more = "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run"
