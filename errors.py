@@ -80,7 +80,8 @@ def refused_as(flag: str, kinds: tuple[type[Exception], ...] = (ValueError,)) ->
     try:
         yield
     except kinds as error:
-        raise InputError(f"{flag}: {first_line(error)}") from None
+        text = error if isinstance(error, ValueError) else first_line(error)
+        raise InputError(f"{flag}: {text}") from None
 
 
 def exit_code(main: Callable[[], int | None]) -> int:

@@ -10,7 +10,12 @@ set -euo pipefail
 unset CDPATH # with it, cd prints
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-requirements=$(basename "${1:?usage: bash setup_venv.sh requirements.txt}")
+requirements=${1:-}
+requirements=${requirements#./}
+if [[ $requirements != requirements*.txt || ! -f $requirements ]]; then
+    echo "error: usage: bash $0 requirements.txt (or another one beside it)" >&2
+    exit 2
+fi
 venv=.venv newest_minor=99 supported="Python 3.10 or newer"
 read_by_pip=(requirements.txt "$requirements") # a file that names the first one
 if [ "$requirements" = requirements-legacy.txt ]; then
@@ -33,7 +38,10 @@ if [ -z "$python" ]; then
 fi
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # not there, or half made
-    rm -f "$venv"/installed-* "$venv"/bin/python* # links to an interpreter that may be gone
+    rm -f "$venv"/installed-*
+    for link in "$venv"/bin/python*; do # to an interpreter that is gone
+        [ -e "$link" ] || rm -f "$link"
+    done
     "$python" -m venv "$venv"
 fi
 installed=$venv/installed-$requirements # a copy of what pip has read

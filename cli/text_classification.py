@@ -120,7 +120,9 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     if args.prior == "naive_bayes" and not encoder:
         size = tokenizer.get_vocab_size()
         prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
-        if prior is None and run.world.is_main:
+        if prior is None and run.checkpoint:
+            prior = run.checkpoint.get("prior")
+        elif prior is None and run.world.is_main:
             print(f"no naive Bayes prior: {len(classes)} classes are too many for its table")
     metadata: dict[str, Any] = {"classes": classes, "data": fingerprint, "baseline": baseline}
     metadata |= {"tokenizer": tokenizer.to_str(), "max_len": args.max_len, "pad": pad}

@@ -168,7 +168,9 @@ def open_table(
     own = list(map(normalise, first))
     known = tuple(name for name in trained.texts if own.count(normalise(name)) == 1)
     if known and (known == trained.texts or not has_label):
-        choice = ColumnChoice((trained.label or choice.label) if has_label else None, known)
+        is_there = trained.label and own.count(normalise(trained.label)) == 1
+        name = trained.label if is_there else choice.label
+        choice = ColumnChoice(name if has_label else None, known)
     has_header = suffix == ".jsonl" or (bool(train.header) if train else is_header(read(), choice))
     header = first if has_header else []
     if train and header and own == list(map(normalise, train.header)):

@@ -5,6 +5,7 @@ model = create_model("resnet50", classes=10, channels=3, image_size=32)
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +120,16 @@ def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: in
             f"--arch {arch}: timm {timm.__version__} has no such model"
             f"{did_you_mean(name, timm.list_models())}"
         )
+    create = partial(timm.create_model, name, num_classes=classes, in_chans=channels)
+    with refused_as(f"--arch {arch}", (RuntimeError,)):  # such as of a tag that is not there
+        model = create()
+    try:
+        return checked(model, arch, channels=channels, image_size=image_size)
+    except InputError:
+        if not getattr(model, "default_cfg", {}).get("fixed_input_size"):  # as a ViT has
+            raise
     with refused_as(f"--arch {arch}", (RuntimeError, AssertionError, TypeError, ValueError)):
-        usual: Any = timm.get_pretrained_cfg(name)
-        is_other = usual.fixed_input_size and usual.input_size[-1] != image_size
-        size: dict[str, Any] = {"img_size": image_size} if is_other else {}  # of a ViT
-        model = timm.create_model(name, num_classes=classes, in_chans=channels, **size)
+        model = create(img_size=image_size)
     return checked(model, arch, channels=channels, image_size=image_size)
 
 

@@ -324,7 +324,7 @@ def layer_name(parameter: str) -> str:
     if len(modules) > 2 and re.search(r"\d[a-z]$", modules[0]):  # Mixed_5b, with several branches
         return modules[0]
     for depth, name in enumerate(modules):
-        is_block = depth >= 2 or depth == 1 and modules[0][-1].isdigit()  # s1.b1 of a regnet
+        is_block = depth >= 2 or depth == 1 and re.fullmatch(r"s\d", modules[0])  # s1.b1
         if depth >= 1 and name.isdigit() or is_block and name[-1].isdigit():
             inner = modules[depth + 1 :]
             if inner and inner[0].isdigit():  # a stage of blocks

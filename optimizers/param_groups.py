@@ -68,7 +68,7 @@ def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
     ('1.',)
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    said = getattr(model, "default_cfg", {}).get("classifier") or linear[-1:]
+    said = (getattr(model, "default_cfg", None) or {}).get("classifier") or linear[-1:]
     names = [said] if isinstance(said, str) else said
     return tuple(f"{name}." if name else "" for name in names)
 
