@@ -168,7 +168,6 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     ranks local-sgd --sync local --local_steps 4
     ranks diloco --sync diloco --local_steps 4
     ranks lag --sync lag
-    ranks fsdp --parallel fsdp
     text text
     text text-cudagraph --backend cudagraph
     wait_for_all

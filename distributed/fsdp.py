@@ -53,7 +53,7 @@ def shard(
         wire_dtype: what gradients are averaged in; None is the dtype of the parameters.
         compute_dtype: of autocast; None is no autocast, or layers that call no norm (--fuse).
     Raises:
-        InputError: this torch is too old, or 'hsdp' was asked for on one node.
+        InputError: this torch is too old, or ranks share a GPU, or 'hsdp' was asked for on one node.
     """
     if reason := torch_compat.unavailable_reason("fsdp"):
         raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
@@ -94,6 +94,8 @@ def device_mesh(world: World, kind: str) -> Any:
     # Here, since this import and torch.distributed.checkpoint load torch's compiler.
     from torch.distributed.device_mesh import init_device_mesh
 
+    if world.shares_gpu:  # gloo, which connects such ranks, crashes in fully_shard
+        raise InputError(f"--parallel {kind} needs a GPU for each process; use --parallel ddp")
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
     nodes = world.size // world.local_size

@@ -149,10 +149,10 @@ def test_images_have_the_losses_of_data_parallelism(tmp_path):
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_ranks_that_are_not_several_nodes_cannot_share_out_what_one_node_holds():
-    for size in (2, 5):
-        with pytest.raises(InputError, match="several nodes"):
-            fsdp.device_mesh(World(size=size, local_size=2), "hsdp")
+def test_ranks_of_one_node_or_of_one_gpu_have_no_mesh():
+    for size, shares_gpu, reason in ((2, 0, "several nodes"), (5, 0, "several"), (4, 1, "a GPU")):
+        with pytest.raises(InputError, match=reason):
+            fsdp.device_mesh(World(size=size, local_size=2, shares_gpu=bool(shares_gpu)), "hsdp")
 
 
 def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused):
