@@ -53,7 +53,7 @@ def shard(
         wire_dtype: what gradients are averaged in; None is the dtype of the parameters.
         compute_dtype: of autocast; None is no autocast, or layers that call no norm (--fuse).
     Raises:
-        InputError: this torch is too old, or ranks share a GPU, or 'hsdp' was asked for on one node.
+        InputError: this torch is too old, ranks share a GPU, or 'hsdp' was asked for on one node.
     """
     if reason := torch_compat.unavailable_reason("fsdp"):
         raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
