@@ -27,17 +27,11 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """How forward and backward passes compute.
+    """How forward and backward passes compute."""
 
-    Attributes:
-        name: one of `PRECISIONS` except 'auto'.
-        device_type: 'cpu' or 'cuda'.
-        dtype: of torch's autocast; None without autocast.
-    """
-
-    name: str
-    device_type: str
-    dtype: torch.dtype | None = None
+    name: str  # one of `PRECISIONS` except 'auto'
+    device_type: str  # 'cpu' or 'cuda'
+    dtype: torch.dtype | None = None  # of torch's autocast; None without autocast
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context in which the forward pass and the loss are computed."""

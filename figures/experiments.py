@@ -49,19 +49,12 @@ MAX_NAMED_FILES = 3  # in the message of a run that is refused
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One command with one seed.
+    """One command with one seed."""
 
-    Attributes:
-        folder: of the log, LOGS/GROUP/NAME-seedN.
-        seed: random seed.
-        command: the command line, without seed and folder.
-        rows: expected size of the training set, 0 if any size is right.
-    """
-
-    folder: Path
-    seed: int
-    command: str
-    rows: int = 0
+    folder: Path  # of the log, LOGS/GROUP/NAME-seedN
+    seed: int  # random seed
+    command: str  # the command line, without seed and folder
+    rows: int = 0  # expected size of the training set, 0 if any size is right
 
     @property
     def title(self) -> str:

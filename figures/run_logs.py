@@ -214,38 +214,23 @@ def without_places(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was taken for each.
+    """How often each class was taken for each."""
 
-    Attributes:
-        epoch: after which the rows were counted.
-        eval_set: 'test' or 'validation'.
-        classes: names.
-        counts: (classes, classes) rows by their class and the predicted one.
-    """
-
-    epoch: int
-    eval_set: str
-    classes: list[str]
-    counts: np.ndarray
+    epoch: int  # after which the rows were counted
+    eval_set: str  # 'test' or 'validation'
+    classes: list[str]  # names
+    counts: np.ndarray  # (classes, classes) rows by their class and the predicted one
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a run folder holds for a report.
+    """What a run folder holds for a report."""
 
-    Attributes:
-        name: by which the report calls the run.
-        rows: the numbers of each epoch: of a row of metrics.jsonl those that are finite.
-        config: content of config.json; empty where that is missing.
-        flags: the run's flags by name; empty where they are not known.
-        confusion: None where it was not counted.
-    """
-
-    name: str
-    rows: list[Row]
-    config: dict[str, Any]
-    flags: dict[str, Any]
-    confusion: Confusion | None
+    name: str  # by which the report calls the run
+    rows: list[Row]  # the numbers of each epoch: of a row of metrics.jsonl those that are finite
+    config: dict[str, Any]  # content of config.json; empty where that is missing
+    flags: dict[str, Any]  # the run's flags by name; empty where they are not known
+    confusion: Confusion | None  # None where it was not counted
 
     def best_row(self) -> Mapping[str, Any] | None:
         """The row of the first of the best epochs; None where none was evaluated."""

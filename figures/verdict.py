@@ -27,17 +27,11 @@ from training.progress import device_hours
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of the differences between two arms, seed by seed, in points of accuracy.
+    """The mean of the differences between two arms, seed by seed, in points of accuracy."""
 
-    Attributes:
-        mean: above 0 where the second arm is better.
-        error: standard error of the mean over seeds; 0 for one seed.
-        needed: what the mean must exceed.
-    """
-
-    mean: float
-    error: float
-    needed: float
+    mean: float  # above 0 where the second arm is better
+    error: float  # standard error of the mean over seeds; 0 for one seed
+    needed: float  # what the mean must exceed
 
     @property
     def verdict(self) -> str:

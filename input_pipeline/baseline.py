@@ -33,17 +33,11 @@ SIDE = 16  # pixels
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a linear model reached.
+    """What a linear model reached."""
 
-    Attributes:
-        features: what it saw, in words.
-        accuracy: on the evaluation set, in 0..1.
-        largest_class: share of the evaluation set that its largest class has.
-    """
-
-    features: str
-    accuracy: float
-    largest_class: float
+    features: str  # what it saw, in words
+    accuracy: float  # on the evaluation set, in 0..1
+    largest_class: float  # share of the evaluation set that its largest class has
 
     def line(self, eval_set: str) -> str:
         """The result in words; `eval_set` is test or validation."""

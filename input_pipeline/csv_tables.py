@@ -46,15 +46,10 @@ TEXT_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """The columns that the user chose: names in the header, or numbers from 1 on.
+    """The columns that the user chose: names in the header, or numbers from 1 on."""
 
-    Attributes:
-        label: the column of the label; None to find it.
-        texts: the columns of the text, which are joined; empty to find them.
-    """
-
-    label: str | None = None
-    texts: tuple[str, ...] = ()
+    label: str | None = None  # the column of the label; None to find it
+    texts: tuple[str, ...] = ()  # the columns of the text, which are joined; empty to find them
 
 
 NO_CHOICE = ColumnChoice()

@@ -26,17 +26,11 @@ def best_row(rows: Sequence[Row], column: str) -> Row | None:
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """What ends a run before its last epoch. It looks at the rows alone, which a checkpoint holds.
+    """What ends a run before its last epoch. It looks at the rows alone, which a checkpoint holds."""
 
-    Attributes:
-        chosen_by: column of metrics.jsonl that chooses the best epoch.
-        patience: epochs without a better one that end the run; 0 is no limit.
-        target: value that ends the run; 0 is none.
-    """
-
-    chosen_by: str = "test_accuracy"
-    patience: int = 0
-    target: float = 0.0
+    chosen_by: str = "test_accuracy"  # column of metrics.jsonl that chooses the best epoch
+    patience: int = 0  # epochs without a better one that end the run; 0 is no limit
+    target: float = 0.0  # value that ends the run; 0 is none
 
     def reason(self, rows: Sequence[Row], *, since: int = 0) -> str:
         """Why the run is over after its last row, or ''; the best is one after `since` rows."""

@@ -26,15 +26,10 @@ def row_accuracy(row: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Objective:
-    """The accuracy after the last epoch, or the seconds until it reaches `target`.
+    """The accuracy after the last epoch, or the seconds until it reaches `target`."""
 
-    Attributes:
-        name: the text of --objective.
-        target: accuracy in 0..1 to reach, or None to maximise the accuracy.
-    """
-
-    name: str = "accuracy"
-    target: float | None = None
+    name: str = "accuracy"  # the text of --objective
+    target: float | None = None  # accuracy in 0..1 to reach, or None to maximise the accuracy
 
     @classmethod
     def parse(cls, text: str) -> Objective:
