@@ -439,7 +439,7 @@ class ParamGroupBuffers:
                 adam_update_([u], [self.m[layout]], [self.v[layout]], grads=[grads], adam=adam)
             if changes is not None:
                 for each, old in zip(moments, before):
-                    each.copy_(torch.where(changes, each, old))
+                    torch.where(changes, each, old, out=each)
                 self.u[layout].masked_fill_(~changes, 0.0)
             update_norms = self._tensor_norms(layout, units)
             if layout is self.small:

@@ -67,4 +67,6 @@ def without_compilation(condition: bool = True) -> contextlib.AbstractContextMan
     shape in all later steps. For an evaluation it takes longer than the evaluation.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
-    return set_stance("force_eager") if condition and set_stance else contextlib.nullcontext()
+    if not condition or not set_stance or "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return contextlib.nullcontext()
+    return set_stance("force_eager")

@@ -357,7 +357,7 @@ def create_optimizer(
 
 
 def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
-    """The factors of --class_weights, (classes,) of mean 1 over the training rows, or None.
+    """The factors of --class_weights, (classes,) of mean 1 over the rows that are drawn, or None.
 
     Raises:
         InputError: they name a class that the data does not have.
@@ -366,6 +366,8 @@ def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
     if given is None:
         return None
     counts = data.labels.bincount(minlength=len(classes)).double()
+    if args.balanced_sampling:  # which draws the classes equally often
+        counts = (counts > 0).double()
     weights = 1 / counts.clamp(min=1)
     if given != "balanced":
         with refused_as("--class_weights"):

@@ -91,7 +91,7 @@ class AllReduceHook:
     def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
         power_sgd, buffer = self.power_sgd, bucket.buffer()
         assert power_sgd is not None
-        _replace_non_finite(power_sgd)
+        _replace_non_finite(power_sgd, bucket.index())
         before = power_sgd.total_numel_after_compression
         uncompressed = power_sgd.iter < POWER_SGD_START
         gpus = [buffer.device] if buffer.is_cuda else []  # whose generators torch seeds alike
@@ -279,15 +279,15 @@ class LocalSGD(AllReduceHook):
         self.steps = state.get("steps", 0)  # 0 after a run without this hook
 
 
-def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState) -> None:
-    """Clean PowerSGD's memory of a step whose gradients were not finite. Nothing waits for it.
+def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState, bucket: int) -> None:
+    """Clean a bucket's memory of a step whose gradients were not finite. Nothing waits for it.
 
     That step is skipped, but its error feedback and its factors would make all later steps
     non-finite. Errors become zeros, and factors random numbers, the same on all ranks.
     """
-    for error in power_sgd.error_dict.values():
+    if (error := power_sgd.error_dict.get(bucket)) is not None:
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    for factors in power_sgd.q_memory_dict.values():
+    if (factors := power_sgd.q_memory_dict.get(bucket)) is not None:
         generator = torch.Generator(factors.device).manual_seed(0)
         fresh = torch.empty_like(factors).normal_(generator=generator)
         factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))

@@ -64,9 +64,10 @@ class LAMB(GradScalerOptimizer):
                 continue
             m, v = self.moments(parameters, grads, "exp_avg", "exp_avg_sq")
             device = parameters[0].device
-            steps = group.setdefault("steps", torch.zeros((), dtype=torch.float64, device=device))
-            steps += 1 if active is None else active
-            adam = AdamStep.of(group, steps, active=active)
+            if "steps" not in group:
+                group["steps"] = torch.zeros((), dtype=torch.float64, device=device)
+            group["steps"] += 1 if active is None else active
+            adam = AdamStep.of(group, group["steps"], active=active)
             updates = adam_updates(parameters, m, v, grads=grads, adam=adam)
             layers = [each for each in zip(parameters, updates) if each[0].ndim > 1]
             if layers:

@@ -30,13 +30,8 @@ from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 TIMING = {  # fields of metrics.jsonl in which two equal runs may differ
-    "seconds",
-    "train_seconds",
-    "compile_seconds",
-    "eval_seconds",
-    "samples_per_second",
-    "worker_samples_per_second",
-    "peak_memory_bytes",
+    *("seconds", "train_seconds", "compile_seconds", "eval_seconds", "peak_memory_bytes"),
+    *("samples_per_second", "worker_samples_per_second"),
 }
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
@@ -149,7 +144,6 @@ class WarmJob:
             return [process.exitcode for process in self.processes]
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to each process."""
         for process, code in zip(self.processes, self._exit_codes()):
             if code is None:
                 with contextlib.suppress(ProcessLookupError):  # ended, its exit code not yet read

@@ -62,5 +62,4 @@ def image_network(*norm: nn.Module) -> nn.Module:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of tensors in one vector."""
     return torch.cat([each.detach().flatten() for each in tensors])

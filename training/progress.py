@@ -26,7 +26,7 @@ def best_row(rows: Sequence[Row], column: str) -> Row | None:
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """What ends a run before its last epoch. It looks at the rows alone, which a checkpoint holds."""
+    """What ends a run before its last epoch. It looks at the rows, which a checkpoint holds."""
 
     chosen_by: str = "test_accuracy"  # column of metrics.jsonl that chooses the best epoch
     patience: int = 0  # epochs without a better one that end the run; 0 is no limit

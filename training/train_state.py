@@ -21,7 +21,7 @@ from errors import InputError
 from training import checkpoint
 from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
 from training.progress import Progress
-from training.weight_average import WeightAverage
+from training.weight_average import OWN_BUFFERS, WeightAverage
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
@@ -62,8 +62,8 @@ def _rank_state(
     trainer: Trainer, weights: dict[str, Any], optimizer: dict[str, Any]
 ) -> dict[str, Any]:
     """What is this rank's own."""
-    buffers = [name for name, _ in trainer.model.named_buffers() if name in weights]
-    own_names = weights if trainer.replicas_diverge else buffers
+    own_buffers = [name for name in weights if name.endswith(OWN_BUFFERS)]
+    own_names = weights if trainer.replicas_diverge else own_buffers
     timer, meta_learner = trainer.compute_timer, trainer.meta_learner
     return {
         "random": rng_states(trainer.world.device),

@@ -33,7 +33,7 @@ from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.agreement import on_main
 from distributed.averaging import Traffic
-from distributed.comm_hooks import AllReduceHook
+from distributed.comm_hooks import AllReduceHook, DelayedAllReduce
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
@@ -551,7 +551,7 @@ class Trainer:
         Args:
             num_skipped: steps of the epoch that were skipped by now.
         """
-        if num_skipped > self.num_skipped:
+        if num_skipped > self.num_skipped or isinstance(self.comm_hook, DelayedAllReduce):
             for each, sound in zip(self.statistics(), self.sound_statistics):
                 each.copy_(torch.where(each.isfinite(), each, sound))
         self.num_skipped, self.sound_statistics = num_skipped, self.copied_statistics()

@@ -16,7 +16,6 @@ statistics are averaged in the same way.
 from __future__ import annotations
 
 import copy
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from training.checkpoint import load_into, to_cpu
 
+OWN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm, of each rank
 FIRST_STEPS = 10  # steps after which the decay is a half at most
 
 
@@ -41,20 +41,23 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.steps = decay, 0
         self.model = copy.deepcopy(model).requires_grad_(False)
+        self.paired: nn.Module | None = None  # whose values stand beside the averages
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take a step's weights into the average; those of the first step are the average."""
         self.steps += 1
         decay = min(self.decay, self.steps / (self.steps + FIRST_STEPS)) if self.steps > 1 else 0.0
-        floats: list[tuple[Tensor, Tensor]] = []
-        counts: list[tuple[Tensor, Tensor]] = []  # of batches
-        averages, values = (chain(m.parameters(), m.buffers()) for m in (self.model, model))
-        for pair in zip(averages, values):
-            (floats if pair[0].is_floating_point() else counts).append(pair)
-        torch._foreach_lerp_([each for each, _ in floats], [v for _, v in floats], 1 - decay)
-        if counts:
-            torch._foreach_copy_([each for each, _ in counts], [v for _, v in counts])
+        if self.paired is not model:
+            pairs = list(zip(*([*m.parameters(), *m.buffers()] for m in (self.model, model))))
+            self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
+            self.counts = [pair for pair in pairs if not pair[0].is_floating_point()]  # of batches
+            self.paired = model
+        averages, values = zip(*self.floats)
+        torch._foreach_lerp_(averages, values, 1 - decay)
+        if self.counts:
+            averages, values = zip(*self.counts)
+            torch._foreach_copy_(averages, values)
 
     def state_dict(self) -> dict[str, Any]:
         """The averaged weights, and the number of steps that they are of."""
@@ -62,9 +65,8 @@ class WeightAverage:
 
     def own_state(self) -> dict[str, Tensor]:
         """The averaged BatchNorm statistics, which are each rank's own until an evaluation."""
-        names = {name for name, _ in self.model.named_buffers()}
         weights = self.model.state_dict()
-        return {name: to_cpu(weights[name]) for name in weights if name in names}
+        return {name: to_cpu(weights[name]) for name in weights if name.endswith(OWN_BUFFERS)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_into(self.model, state["weights"], "averaged model")

@@ -44,7 +44,7 @@ PLANNED = [run for plan in PLANS for run in plan]
 # No axis of theirs is longer than 64, so that every --ngd_rank from 32 on is the same; 80 was the
 # default once.
 SMALL_NETWORKS = {"resnet8", "resnet20"}
-MACHINE_FLAGS = {"data_dir", "threads", "workers", "out", "resume", "recipe"}
+MACHINE_FLAGS = {"data_dir", "device", "threads", "workers", "out", "resume", "recipe"}
 
 
 def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:

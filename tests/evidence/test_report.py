@@ -80,7 +80,6 @@ def text_of(page: str) -> str:
 
 
 def text_of_charts(page: str) -> str:
-    """The texts in the charts of a page."""
     sources = re.findall(r'src="data:image/svg\+xml;base64,(.*?)"', page)
     drawings = [ElementTree.fromstring(base64.b64decode(source)) for source in sources]
     texts = [text for drawing in drawings for text in drawing.itertext() if text.strip()]

@@ -63,7 +63,6 @@ class Oracle:
         self.order, self.cursor = shuffled(torch.arange(self.layout.rows), 0), 0
 
     def step(self) -> None:
-        """Takes one step on all ranks."""
         self.t += 1
         s, t, W = self.settings, self.t, self.ranks
         dense = t <= s["dense"] or self.k >= 1 or W == 1

@@ -35,7 +35,6 @@ def level_of(module: str) -> int:
 
 
 def imported_modules(name: str) -> set[str]:
-    """Return the modules of the repository that a module imports."""
     imported, annotating = set(), set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

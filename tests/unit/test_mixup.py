@@ -226,6 +226,8 @@ def test_the_flags_choose_the_loss(tmp_path):
     path.write_text("no: 3\n1: 0.5\n")
     given = create(f"--class_weights {path}").class_weights
     torch.testing.assert_close(given, torch.tensor([1, 3, 0.5, 1]) * 5 / 9)
+    drawn = create(f"--class_weights {path} --balanced_sampling").class_weights
+    torch.testing.assert_close(drawn, torch.tensor([1, 3, 0.5, 1]) * 3 / 5)
     for text, message in (
         ("dd: 3", "there is no class 'dd'; the classes are a, no, 1, d"),
         ("d: -1", "must be above 0, got -1"),
