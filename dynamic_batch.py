@@ -212,8 +212,10 @@ def batch_limits(
     """
     if isinstance(low, float) or isinstance(high, float):
         raise ValueError("min and max must be whole numbers of samples")
-    low = low or (max(base // 16, smallest) if shrinks else base)
-    high = high or (base if shrinks else min(16 * base, max(rows // 8, base)))
+    if low is None:
+        low = max(base // 16, smallest) if shrinks else base
+    if high is None:
+        high = base if shrinks else min(16 * base, max(rows // 8, base))
     if not smallest <= low <= high <= rows:
         raise ValueError(
             f"batches from {low} to {high} samples; min must be at least {smallest} and at most "

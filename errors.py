@@ -26,7 +26,7 @@ LINE_LIMIT = 160  # characters of another library's message within ours
 LONGEST_EXCERPT = 60  # characters of a value within a message
 SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a guess
 # of a path that nobody can use, whatever lies there
-UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR}
+UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EROFS}
 UNUSABLE_PATH |= {errno.EIO, errno.ESTALE, errno.ENOTCONN}  # of a disk or file server that fails
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common

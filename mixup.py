@@ -107,9 +107,12 @@ def sample_beta(
         if not 0 <= weight <= 1:
             raise ValueError(f"weight={weight} must be between 0 and 1")
         return torch.full((count,), weight, device=device)
+    if not alpha >= 0:
+        raise ValueError(f"alpha={alpha} must be at least 0")
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
     own, other = torch._standard_gamma(alphas, generator=generator)
-    return torch.where(own == other, 1.0, own / (own + other)).float()
+    underflow = (own == other) & (own < 1)
+    return torch.where(underflow, 1.0, own / (own + other)).float()
 
 
 def mixup(

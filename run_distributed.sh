@@ -20,6 +20,11 @@ set -euo pipefail
 unset CDPATH # with it, cd prints
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
 venv=$root/.venv/bin/python
 python=${PYTHON:-$([ -x "$venv" ] && echo "$venv" || echo python3)}
 # To count the GPUs takes seconds, which are saved where the answer is not needed.
@@ -28,29 +33,32 @@ if [ -n "${NGPU:-}" ] && [ "$#" -gt 0 ]; then
     count='import importlib.metadata as metadata; metadata.version("torch"); print(0)'
 fi
 if ! gpus=$("$python" -c "$count" 2>/dev/null); then
-    echo "error: $python has no torch: pip install -r requirements.txt," \
-        "or run bash demo.sh once, which makes .venv" >&2
-    exit 2
+    fail "$python has no torch: pip install -r requirements.txt," \
+        "or run bash demo.sh once, which makes .venv"
 fi
 processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
-[[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "error: NGPU=$NGPU is no number of processes" >&2 && exit 2; }
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NGPU=$NGPU is no number of processes"
 cores=$(nproc)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
-[[ ${NNODES:-1} =~ ^[0-9]+$ ]] || { echo "error: NNODES=$NNODES is no number" >&2 && exit 2; }
+for name in NNODES NODE_RANK MAX_RESTARTS MASTER_PORT; do
+    [[ ${!name:-1} =~ ^[0-9]+$ ]] || fail "$name=${!name} is no number"
+done
 if [ "${NNODES:-1}" -gt 1 ]; then
+    [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must name the first node"
+    [ "${NODE_RANK:-0}" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK of $NNODES nodes"
     rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" # torchrun's static rendezvous
-        --master_addr "${MASTER_ADDR:?MASTER_ADDR must name the first node}"
-        --master_port "${MASTER_PORT:-29400}")
+        --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29400}")
 else
     rendezvous=(--standalone) # a free port of the system's choice
 fi
 
 launch() { # launch SCRIPT FLAG...: distributed.launch is torchrun with the scripts' exit codes
-    local script=$1
+    local script=$1 name=$1
     shift
     [ -f "$script" ] || script=$root/$script
+    [ -f "$script" ] || fail "$name: no such script; it comes before its flags"
     # As a file: python -m would look into this folder first, for a user's own `distributed`.
     ${exec:-} "$python" "$root/distributed/launch.py" "${rendezvous[@]}" \
         --nproc_per_node "$processes" --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"

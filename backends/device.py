@@ -17,6 +17,8 @@ import torch
 from backends import torch_compat
 from errors import InputError
 
+MAX_THREADS = 1024  # of a process; some thousands take minutes to start
+
 
 def choose_device(name: str, local_rank: int) -> torch.device:
     """Return the device of a process and make it torch's current one.
@@ -84,7 +86,7 @@ def set_num_threads(threads: int, local_world_size: int) -> None:
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and requested.isdigit() and int(requested) > 1:
-        threads = int(requested)
+        threads = min(int(requested), MAX_THREADS)
     if not threads:
         cores = num_cores()
         if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":

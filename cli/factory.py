@@ -32,16 +32,8 @@ from cli import compatibility
 from cli.flag_parser import Scope, ScriptParser
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
-from distributed import ddp, fsdp
+from distributed import comm_hooks, ddp, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
-from distributed.comm_hooks import (
-    ROUNDED_BITS,
-    WIRE_DTYPES,
-    AllReduceHook,
-    DelayedAllReduce,
-    LocalSGD,
-    RoundedGradients,
-)
 from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
 from distributed.world import READ_SECONDS, World
@@ -315,7 +307,7 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
             run.world,
             kind=args.parallel,
             blocks=residual_blocks(model),
-            wire_dtype=WIRE_DTYPES.get(args.grad_compress),
+            wire_dtype=comm_hooks.WIRE_DTYPES.get(args.grad_compress),
             compute_dtype=None if args.fuse else run.precision.dtype,
         )
     small_epochs = getattr(args, "augment_args", {}).get("small_epochs", 0)
@@ -498,14 +490,8 @@ def create_trainer(
         "launchers": sorted({*world.gather(launcher_id())} - {""}),  # a restarted job knows its run
         **({"segments": segments} if len(segments) > 1 else {}),
     }
-    log = run_log.RunLog(
-        folder,
-        world.is_main,
-        config=config,
-        track=args.track,
-        log_every=args.log_every,
-        lock=lock,
-    )
+    settings = {"track": args.track, "log_every": args.log_every, "lock": lock}
+    log = run_log.RunLog(folder, world.is_main, config=config, **settings)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     log.info(
         f"{len(data.train)} training samples, {num_parameters / 1e6:.2f} M parameters, "
@@ -575,19 +561,19 @@ def num_views(args: Namespace) -> int:
     return VIEWS[getattr(args, "test_views", "none")]
 
 
-def create_comm_hook(args: Namespace, run: Run) -> AllReduceHook:
+def create_comm_hook(args: Namespace, run: Run) -> comm_hooks.AllReduceHook:
     """What data parallelism sends, by --sync and --grad_compress."""
-    if args.grad_compress in ROUNDED_BITS:
-        return RoundedGradients(run.world, args.grad_compress)
+    if args.grad_compress in comm_hooks.ROUNDED_BITS:
+        return comm_hooks.RoundedGradients(run.world, args.grad_compress)
     if args.sync == "lag":
-        return DelayedAllReduce(run.world, args.grad_compress)
+        return comm_hooks.DelayedAllReduce(run.world, args.grad_compress)
     if args.sync == "local":
-        return LocalSGD(run.world, args.local_steps, after=args.dense_steps)
+        return comm_hooks.LocalSGD(run.world, args.local_steps, after=args.dense_steps)
     if args.sync == "diloco":
         settings = {"after": args.dense_steps, "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype]}
         with refused_as("--sync_args"):
             return DiLoCo(run.world, args.local_steps, **settings, **args.sync_args)
-    return AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
+    return comm_hooks.AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
 
 
 # -------------------------------------------------------------------- trained models

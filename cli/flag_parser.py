@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import enum
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -130,6 +131,8 @@ def fits(value: Any, default: Any) -> bool:
     """Whether a value is of the kind of a default; where that is None, a number or None."""
     if value is None or isinstance(value, bool):
         return type(value) is type(default)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     kinds = {int: int, str: str}.get(type(default), int | float)
     return isinstance(value, kinds) and not isinstance(default, bool)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from backends import execution, precision
+from backends.device import MAX_THREADS
 from cli.flag_parser import (
     OFF,
     ON,
@@ -53,7 +54,6 @@ from training.evaluation import METRIC_NAMES
 from training.meta_mixup_step import MetaMixupStep
 from training.tracking import TRACKERS
 
-MAX_THREADS = 1024  # of a process; some thousands take minutes to start
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
 
 
@@ -238,8 +238,8 @@ def _add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoic
     add("--weight_decay", not_negative, None, f"decay of weights, times the learning rate, but not "
         f"of biases and norms (default {by_optimizer(optimizers, 'weight_decay')})", metavar="F",
         common=True)
-    add("--layer_decay", fraction, 1.0, "factor of the learning rate from each layer to the one "
-        "before it, for fine-tuning", metavar="F")
+    add("--layer_decay", number(float, 1e-3, 1), 1.0, "factor of the learning rate from each layer "
+        "to the one before it, for fine-tuning", metavar="F")
     add("--momentum", below_one, None,
         f"decay of the momentum (default {by_optimizer(optimizers, 'momentum')})", metavar="F",
         only_with=[users("momentum")])
@@ -299,9 +299,9 @@ def _add_speed(parser: ScriptParser) -> None:
         "shards over all devices (fsdp) or those of a node (hsdp)", only_with=[several])
     add("--distributed", switch, False, "an error unless torchrun started the script",
         scope=Scope.OUTPUT)
-    add("--timeout", positive, [TimeLimits.start, TimeLimits.step], "seconds to wait for another "
-        "process, up to the first step and in later ones", nargs=2, metavar="SECONDS",
-        scope=Scope.HOW)
+    add("--timeout", number(float, 0, 1e9, open_low=True), [TimeLimits.start, TimeLimits.step],
+        "seconds to wait for another process, up to the first step and in later ones", nargs=2,
+        metavar="SECONDS", scope=Scope.HOW)
     add("--sync_bn", switch, False, "statistics of batch-norm over all processes",
         only_with=[several])
 

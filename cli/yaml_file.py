@@ -22,19 +22,37 @@ def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
         as_text: leave values as they are written, for a caller that converts them: `no`, 1e-5 and
             2026-01-01 are text.
     Raises:
-        InputError: the file cannot be read, is not YAML, or has a key twice at its top.
+        InputError: the file cannot be read, is not YAML, or has a key twice.
     """
     try:
         loader = yaml.BaseLoader if as_text else yaml.SafeLoader
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=loader)
-        keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        twice = repeated_key(root)
         content = yaml.load(text, Loader=loader)
     except OSError as error:
         raise InputError(f"{source}: {error.strerror}; give the path of a YAML file") from None
     # Beside YAMLError, impossible dates, wrong tags and deep nesting raise errors of many types.
     except Exception as error:
         raise InputError(f"{source}: not YAML ({first_line(error)})") from None
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
+    if twice is not None:
         raise InputError(f"{source}: {twice} is given twice, of which YAML takes the last")
     return content
+
+
+def repeated_key(root: yaml.Node | None) -> str | None:
+    """A key that a mapping in a YAML document has twice; None if there is none."""
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                return twice
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return None

@@ -34,7 +34,7 @@ from backends.torch_compat import (
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, end_with_sweep, is_restarted
-from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError
+from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError, refused_as
 
 if dist.is_available():
     # The default arguments of its functions are the default group of the time of its import. Were
@@ -240,7 +240,9 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         LostPeer: another process has ended or does not answer.
     """
     env = os.environ
-    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    with refused_as("a launcher's variables"):
+        local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     device = choose_device(device_name, local_rank)
     if not under_torchrun():
         end_with_sweep()
@@ -253,8 +255,8 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
     if shares_gpu and (reason := unavailable_reason("shared_gpu")):
         raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
     world = World(
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
+        rank=rank,
+        size=size,
         local_rank=local_rank,
         local_size=local_size,
         device=device,
@@ -288,7 +290,8 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
 def _init_process_group(world: World, backend: str) -> None:
     """Connect the ranks, with the default group and that of `control`."""
     timeout = timedelta(seconds=world.limits.start)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    with refused_as("a launcher's variables"):  # MASTER_ADDR and MASTER_PORT
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         backend,
         store=_meet(store, world, backend),

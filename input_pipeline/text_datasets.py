@@ -277,8 +277,8 @@ def download_agnews(folder: Path, file: str) -> None:
     Raises:
         InputError: the download failed; the message says how to go on without a network.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         urllib.request.urlopen(AGNEWS_URL + file, timeout=20).close()  # torch has no time limit
         torch.hub.download_url_to_file(AGNEWS_URL + file, str(folder / file), AGNEWS_FILES[file])
     except (OSError, RuntimeError) as error:  # of another checksum

@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,8 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The weights, and all that the file holds."""
     try:
         allow = getattr(torch.serialization, "safe_globals", contextlib.nullcontext)  # torch 2.5
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():
+            raise ValueError("a part does not match its checksum")
         with allow([argparse.Namespace]):  # the flags in timm's files
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises errors of many kinds for damaged files

@@ -66,7 +66,7 @@ class Classifier:
             batch_size: samples that are computed together.
         Raises:
             InputError: an image cannot be read, or is another kind of array.
-            TypeError: the samples are a single text or path.
+            TypeError: the samples are a single text, path or array.
         """
         likely = self.probabilities(samples, batch_size=batch_size).argmax(1)
         return [self.classes[number] for number in likely.tolist()]
@@ -79,6 +79,9 @@ class Classifier:
         """
         if isinstance(samples, str | os.PathLike):
             raise TypeError("give a list of samples, also of a single one")
+        shape: tuple[int, ...] = getattr(samples, "shape", ())
+        if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
+            raise TypeError("give a list of images, also of a single one")
         parts = [torch.empty(0, len(self.classes))]
         for start in range(0, len(samples), batch_size):
             logits = self.model(self.prepare(samples[start : start + batch_size]))

@@ -72,16 +72,26 @@ class Diverged(Exception):
     """Too many steps in a row were not finite."""
 
 
+def has_finite_losses(row: Row) -> bool:
+    """Whether an epoch has trained something, and its weights have finite losses where evaluated.
+
+    Without the first, none of its steps was finite; they were fewer than lead to `roll_back`.
+    """
+    losses = [row["train_loss"], row.get("val_loss"), row.get("test_loss")]
+    return all(loss is None or math.isfinite(loss) for loss in losses)
+
+
 def check_last_epoch(rows: Sequence[Row]) -> None:
-    """Check that the last epoch has trained something.
+    """Check the losses of the last epoch.
 
     Raises:
-        NonFiniteLoss: none of its steps was finite; they were fewer than lead to `roll_back`.
+        NonFiniteLoss: one of them is not finite.
     """
-    if rows and not math.isfinite(rows[-1]["train_loss"]):
-        raise NonFiniteLoss(
-            f"no step of epoch {rows[-1]['epoch']} had finite gradients; {REMEDIES}"
-        )
+    if rows and not has_finite_losses(rows[-1]):
+        epoch = f"epoch {rows[-1]['epoch']}"
+        if math.isfinite(rows[-1]["train_loss"]):
+            raise NonFiniteLoss(f"the loss after {epoch} is not finite; {REMEDIES}")
+        raise NonFiniteLoss(f"no step of {epoch} had finite gradients; {REMEDIES}")
 
 
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:

@@ -51,11 +51,12 @@ def is_run_of(launcher: str, folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run folder; empty where it is missing or cut."""
+    """config.json of a run folder; empty where it is missing, cut or of another kind."""
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return config if isinstance(config, dict) else {}
 
 
 def make_run_folder(out: str | None, script: str) -> Path:
@@ -153,12 +154,15 @@ def check_overwritten(
     folder, source = Path(out), Path(state["file"] if state else "")
     if state is None or source.resolve().parent != folder.resolve():
         is_own = is_run_of(launcher_id(), folder)
+        started = [(read_progress(path) or {"step": None})["step"] for path in latest_files(folder)]
         holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
-        if holds_run and not is_own:
+        if (holds_run or any(step != 0 for step in started)) and not is_own:
             raise InputError(
                 f"--out {folder} already holds a run: choose another folder, or go on with that "
                 "run by --resume"
             )
+        if (folder / "config.json").exists() and "script" not in read_config(folder):
+            raise InputError(f"--out {folder} holds a config.json of no run: choose another folder")
         return
     for path in latest_files(folder):
         if path.samefile(source) and not again:

@@ -17,7 +17,6 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
 from __future__ import annotations
 
 import contextlib
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -194,6 +193,8 @@ class Trainer:
         self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
         if checkpoint is None:
             train_state.save(self)  # first, so that every run that has a log can be resumed
+            if "last" in self.unsaved:
+                raise InputError(f"--out {self.log.folder}: no checkpoint can be written there")
         else:  # after wrapping, which gives every rank the buffers of rank 0
             probe.lay_out_buckets(self, steps=checkpoint["progress"]["step"])
             self.restore(checkpoint)
@@ -453,7 +454,7 @@ class Trainer:
         previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
         self.world.traffic = Traffic()
         self.sums.start_epoch()
-        has_trained = self.scaler.is_enabled() or math.isfinite(row["train_loss"])
+        has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
         if not self.may_have_diverged(totals) or (self.is_over() and has_trained):
             train_state.save(self, previous_best=previous_best)
         elif previous_best is not None:  # the epoch is done anew after a return

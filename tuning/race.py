@@ -33,10 +33,10 @@ from training.atomic_file import atomic_write_text
 from training.progress import in_words
 from training.run_folder import lock_run_folder, make_run_folder
 from tuning.config import Arm, Objective, Space, SweepConfig
-from tuning.results import training_command, write_recipe
+from tuning.results import check_kept, training_command, write_recipe
 from tuning.search import finished_trials, run_sweep, trial_arguments
 from tuning.target_script import SPEED_FLAGS, TargetScript
-from tuning.trials import TrialFailed, TrialRunner, complete_rows, gpu_slots
+from tuning.trials import TrialFailed, TrialRunner, complete_rows, gpu_slots, trial_folder
 
 STEP = 3.0  # between the first rates of a search
 TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
@@ -134,32 +134,35 @@ def run_arms(config: RaceConfig) -> None:
     """Search the rate of each arm, run it in full with each seed, and conclude."""
     file = config.out / "plan.json"
     if not file.exists():
+        check_kept(config.out)
         plan = make_plan(config)
         config.sweep(plan.epochs).script.check([])
         atomic_write_text(file, json.dumps(asdict(plan)))
     plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
+    search = config.sweep(plan.epochs)
     values: list[dict[str, Any]] = []
     tried: dict[str, dict[float, Row]] = {arm.name: {} for arm in config.arms}
     while len(values) < plan.trials * len(config.arms):
         for rates in zip(*(next_rates(arm.rate, tried[arm.name]) for arm in config.arms)):
             for name, rate in zip(tried, rates):
                 values.append({"arm": name, "lr": rate, "seed": config.seeds})
-        for trial in do_runs(config.sweep(plan.epochs), values):
+        for trial in do_runs(search, values):
             is_complete = trial.state is TrialState.COMPLETE
-            row = complete_rows(Path(trial.user_attrs["folder"]))[-1] if is_complete else {}
+            row = complete_rows(trial_folder(search, trial))[-1] if is_complete else {}
             tried[trial.params["arm"]][trial.params["lr"]] = row
     values = [
         {"arm": name, "lr": best_rate(rates), "seed": seed}
         for seed in range(config.seeds)
         for name, rates in tried.items()
     ]
-    done = do_runs(config.sweep(plan.epochs, in_full=True), values)
+    in_full = config.sweep(plan.epochs, in_full=True)
+    done = do_runs(in_full, values)
     runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
     lost: dict[str, str] = {}  # why, by the arm's name
     for trial in done:
         name, title = trial.params["arm"], "{arm}-seed{seed}".format(**trial.params)
         if trial.state is TrialState.COMPLETE:
-            runs[name].append(read_run(Path(trial.user_attrs["folder"]), title))
+            runs[name].append(read_run(trial_folder(in_full, trial), title))
         else:
             lost[name] = f"{title}: {trial.user_attrs['error']}"
     arms = [Contender(name, tried[name], runs[name]) for name in tried if name not in lost]

@@ -139,6 +139,16 @@ def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
             print(f"picture: {config.out / name}.png")
 
 
+def check_kept(out: Path) -> None:
+    """Check that a new sweep would not overwrite a recipe, which may be its own --recipe.
+
+    Raises:
+        InputError: it would.
+    """
+    if (out / RECIPE).exists():
+        raise InputError(f"--out {out} holds a {RECIPE} of something else: choose another folder")
+
+
 def write_recipe(config: SweepConfig, params: Mapping[str, Any], *, comment: str) -> None:
     """Write the best trial's searched flags and the shared ones as YAML for --recipe.
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,7 +24,7 @@ from training.run_folder import lock_run_folder, make_run_folder
 from tuning import results, space
 from tuning.config import SweepConfig
 from tuning.target_script import SPEED_FLAGS
-from tuning.trials import TrialFailed, TrialRunner, gpu_slots
+from tuning.trials import TrialFailed, TrialRunner, gpu_slots, trial_folder
 
 MEDIAN_TRIALS = 4  # complete ones before the median pruner judges any, after its first epoch
 
@@ -96,7 +95,7 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
     def trial_ended(study: optuna.Study, trial: FrozenTrial) -> None:
         num_finished = len(finished_trials(study))
         if not config.keeps_weights:
-            for file in Path(trial.user_attrs["folder"]).glob("*.pt"):
+            for file in trial_folder(config, trial).glob("*.pt"):
                 file.unlink(missing_ok=True)
         result = trial.user_attrs.get("error", "") or results.format_result(trial)
         params = results.format_params(trial.params)
@@ -145,6 +144,10 @@ def open_study(config: SweepConfig) -> optuna.Study:
     file = config.out / "study.log"
     if (config.out / "trials").exists() and not file.exists():
         raise InputError(f"--out {config.out}: trials without {file.name}; choose another folder")
+    if file.exists():  # a line that was cut when the machine stopped counts as not written
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+    else:
+        results.check_kept(config.out)
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),

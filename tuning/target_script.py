@@ -29,17 +29,11 @@ NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_eve
 
 @dataclass(frozen=True)
 class TargetScript:
-    """An entry script and the arguments that all trials share.
+    """An entry script and the arguments that all trials share."""
 
-    Attributes:
-        file: file name of the script, for example resnet50_test.py.
-        arguments: the shared arguments in each flag's own spelling, after those of their --recipe.
-        given: value of each flag in `arguments`, in the order of the script's parser.
-    """
-
-    file: str
-    arguments: list[str]
-    given: dict[str, Any]
+    file: str  # name of the script, for example resnet50_test.py
+    arguments: list[str]  # in each flag's own spelling, after those of their --recipe
+    given: dict[str, Any]  # value of each flag in `arguments`, in the order of the script's parser
 
     @classmethod
     def read(

@@ -41,22 +41,20 @@ class TrialFailed(Exception):
     """The script ended with an error; the message is the script's error line."""
 
 
+def trial_folder(config: SweepConfig, trial: optuna.Trial | optuna.trial.FrozenTrial) -> Path:
+    """The run folder of a trial, also where the sweep's folder was moved."""
+    return config.out.resolve() / "trials" / f"{trial.number:04d}"
+
+
 @dataclass(frozen=True)
 class TrialRunner:
-    """Runs trials; several threads may share one.
-
-    Attributes:
-        config: settings of the sweep; each trial gets a folder below `out`/trials.
-        arguments: arguments that all trials share.
-        gpu_slots: value of CUDA_VISIBLE_DEVICES for each trial that may run at the same time; None
-            on CPUs.
-        stop: set to end all trials.
-    """
+    """Runs trials; several threads may share one."""
 
     config: SweepConfig
-    arguments: list[str]
+    arguments: list[str]  # that all trials share
+    # CUDA_VISIBLE_DEVICES of each trial that may run at the same time; None on CPUs
     gpu_slots: queue.Queue[str | None]
-    stop: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)  # set to end all trials
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
         """Run one trial and return its value of the objective.
@@ -70,7 +68,7 @@ class TrialRunner:
             TrialFailed: the script failed.
             SystemExit: the sweep was interrupted; or, with a message, a strict one failed.
         """
-        folder = self.config.out.resolve() / "trials" / f"{trial.number:04d}"
+        folder = trial_folder(self.config, trial)
         trial.set_user_attr("folder", str(folder))
         gpus = self.gpu_slots.get()
         try:

@@ -40,6 +40,10 @@ BOTH = [
     ("--recipe fats94", "did you mean fast94?"),
     ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
     ("--out /dev/null/run", "/dev/null/run"),
+    ("--timeout 1e10 1", "--timeout"),
+    ("--layer_decay 1e-300", "--layer_decay"),
+    ("--ngd --opt_args adamw_ratio=inf", "adamw_ratio"),
+    ("--dynamic_batch increase --batch_args min=0", "batches from 0"),
 ]
 IMAGES_ONLY = [
     ("--arch squeezenet1_1 --image_size 32 --fuse", "--fuse"),

@@ -232,6 +232,13 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
     assert second[:best] == first[:best]
     assert second[best]["lr"] == pytest.approx(first[best]["lr"] / 10)
     assert "--out other already holds a run" in resnet(flags, "--out other", code=2)
+    for name, text, message in (
+        ("last.pt", (copied / "last.pt").read_bytes(), "already holds a run"),
+        ("config.json", b'{"model_type": "bert"}', "holds a config.json of no run"),
+    ):
+        Path(name[:4]).mkdir()
+        Path(name[:4], name).write_bytes(text)
+        assert message in resnet(flags, f"--out {name[:4]}", code=2)
 
 
 def test_a_checkpoint_that_cannot_be_used_is_refused(copied):

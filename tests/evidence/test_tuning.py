@@ -259,6 +259,8 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
     ):
         code, _, error = run_sweep(text, *grid, *words)
         assert (code, error.count("\n"), message in error) == (2, 1, True), error
+    with (tmp_path / "sweep" / "study.log").open("a") as log:
+        log.write('{"op_code": 5, "wor')  # as where the machine lost its power
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
     (tmp_path / "sweep" / "study.log").rename(tmp_path / "study.db")
     assert "trials without study.log" in run_sweep(searched, *grid)[2]
@@ -268,6 +270,10 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
 
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
     grid = ["--sampler", "grid", "--epochs", "1", *DIGITS, "--objective", "time_to:0.99"]
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "recipe.yaml").write_text("lr: 0.1")  # which may be its own --recipe
+    assert "holds a recipe.yaml" in run_sweep(categorical("lr", 1e-6), *grid)[2]
+    (tmp_path / "sweep" / "recipe.yaml").unlink()
     code, _, error = run_sweep(categorical("lr", 1e-6), *grid)
     assert (code, error.count("\n")) == (2, 1)
     assert "no trial is complete, so there is no recipe: none reached the target" in error

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import ranks
 from distributed import world
 from distributed.world import StopVote, World
+from errors import InputError
 from trainers import flat, make_trainer, text_batch, text_model, trainer_of
 from training import probe
 from training.losses import CrossEntropy
@@ -129,6 +130,9 @@ def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_no
         with world.init_world(name) as made:
             assert chosen.pop() == backend
         assert made.shares_gpu == (name == "cuda:0" and processes > 1)
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(InputError, match="a launcher's variables"), world.init_world("cpu"):
+        pass
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     assert World(size=4, local_size=2, device=cpu).devices == 2
     assert World(size=4, local_size=2, device=gpu).devices == 4

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
 
 from conftest import SHORT, for_each, write_images
@@ -32,6 +31,7 @@ WRONG_RECIPES = [
     (b"lr: !!int abc", "must be a number, got 'abc'"),
     (b"[" * 3000, "not YAML"),
     (b"lr: 0.1\nepochs: 2\nlr: 0.2\n", "lr is given twice"),
+    (b"opt_args: {rank: 4, rank: 8}", "rank is given twice"),
     (ALIAS_BOMB, "is neither a value nor a list"),
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
@@ -53,21 +53,6 @@ def test_wrong_recipe_is_named(refused, tmp_path):
 
 def cut(path: Path, length: int = 5000) -> None:
     path.write_bytes(path.read_bytes()[:length])
-
-
-DAMAGE: list[Callable[[Path], object]] = [
-    cut,
-    lambda path: torch.save(torch.zeros(3), path),
-    lambda path: torch.save({"format": Path("x")}, path),  # an object
-    lambda path: torch.save([1], path, pickle_protocol=4, _use_new_zipfile_serialization=False),
-]
-
-
-def test_file_that_is_no_checkpoint_is_named(runs, refused, tmp_path):
-    for damage in DAMAGE:
-        shutil.copy(runs["images"] / "last.pt", tmp_path / "mine.pt")
-        damage(tmp_path / "mine.pt")
-        refused("images", "--resume mine.pt", "mine.pt")
 
 
 UNFIT = [

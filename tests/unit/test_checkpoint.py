@@ -53,6 +53,9 @@ def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path):
 
 
 def test_another_version_and_another_script_are_refused_in_one_line(tmp_path):
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    with pytest.raises(InputError, match="not a checkpoint of this version"):
+        checkpoint.load(tmp_path / "tensor.pt")
     torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
     with pytest.raises(InputError, match=r"not a checkpoint of this version .*faster-training-3"):
         checkpoint.load(tmp_path)

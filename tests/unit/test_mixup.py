@@ -73,6 +73,9 @@ def test_lambda_follows_the_beta_distribution():
         assert weight.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.03)
     assert all(min(each, 1 - each) < 0.01 for each in mixup.sample_beta(1e-5, 1000).tolist())
     assert set(mixup.sample_beta(0.0, 1000).tolist()) == {1.0}
+    assert mixup.sample_beta(1e38, 9).tolist() == [0.5] * 9
+    with pytest.raises(ValueError, match="alpha=-1"):
+        mixup.sample_beta(-1, 2)
 
 
 def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_class():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import urllib.error
 from argparse import Namespace
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from input_pipeline.text_datasets import read_headlines
 from models import image_models, pretrained
 from models.image_models import create_model
 from models.pretrained import SavedModel
+from test_checkpoint import flip
 from training import checkpoint
 
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9"
@@ -118,6 +120,8 @@ def test_an_exported_classifier_is_tuned_with_its_tokenizer(text_source, few_tex
 
 def test_weights_of_another_model_are_refused(source, text_source, few_texts, refused, here):
     safetensors = pytest.importorskip("safetensors.torch")
+    shutil.copy(source / "last.pt", "flipped.pt")
+    flip(here / "flipped.pt")
     head = {"head.weight": torch.zeros(2, 2)}
     safetensors.save_file(head, here / "x.safetensors", metadata={"tokenizer": '"{}"'})
     for flags, expected in (
@@ -125,6 +129,7 @@ def test_weights_of_another_model_are_refused(source, text_source, few_texts, re
         (f"--weights {source}", "holds no tokenizer"),
         ("--weights x.safetensors", "holds no tokenizer"),
         (f"--weights {source}/metrics.jsonl", "is no readable file of weights"),
+        ("--weights flipped.pt", "is no readable file of weights"),
         ("--weights DEFAULT", "there are none for texts"),
         (f"--weights {text_source} --width 32 --depth 1 --heads 4", "heads=2"),
     ):

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -32,6 +33,7 @@ from training import checkpoint, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
 from training.losses import CrossEntropy
+from training.run_log import RunLog
 from training.trainer import Trainer
 
 DIGITS = "--dataset digits --arch resnet20 --bs 64 --lr 0.1 --epochs 2 --threads 1"
@@ -146,6 +148,8 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
 
 
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
+    late = digits("--epochs 1 --bs 400 --lr 1e10 --warmup 0", code=3, out="late")
+    assert "the loss after epoch 1 is not finite" in late
     fail_in(range(10**9))
     assert "no step of epoch 1 had finite gradients" in digits("--epochs 1 --bs 400", code=3)
     assert checkpoint.load(here / "run")["progress"]["epoch"] == 0, "it can be trained again"
@@ -214,6 +218,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
             assert dict(zip(classifier.classes, row)) == pytest.approx(expected, abs=2e-6)
     assert classifier.predict(["zero.png"]) == ["0"]
     assert classifier.probabilities([]).shape == (0, 10)
+    for alone in ("zero.png", pixels, pixels[..., None].repeat(3, 2)):
+        with pytest.raises(TypeError, match="a single one"):
+            classifier.predict(alone)
     with mock.patch.object(sys, "argv", ["classify_onnx.py", "model.onnx"]):
         example = runpy.run_path(str(ranks.ROOT / "examples" / "classify_onnx.py"))
     Image.fromarray(257 * pixels.astype("uint16")).save("deep.png")
@@ -315,3 +322,23 @@ def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
     with mock.patch.object(Trainer, "train_step", autospec=True, side_effect=train_step) as spy:
         digits("--epochs 1")
     assert {call.args[3] for call in spy.call_args_list} == {0.5}
+
+
+def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
+    def console(log_every: str, seconds: float) -> list[str]:
+        """The lines of a run on a clock that goes on with every look at it."""
+        clock = itertools.count(1000.0, step=seconds).__next__
+        monkeypatch.setattr(RunLog, "clock", staticmethod(clock))
+        more = f"--arch resnet8 --log_every {log_every} --out {log_every}"
+        return run(resnet50_test, DIGITS, more).splitlines()
+
+    status = re.compile(
+        r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d{1,6} samples/s, "
+        r"[\d.]+ (s|min|h|days) left"
+    )
+    often, never = console("30", seconds=1000.0), console("0", seconds=0.01)
+    progress = [line for line in often if line.startswith("epoch ") and "step" in line]
+    assert len(progress) >= 4
+    assert all(status.fullmatch(line) for line in progress), progress
+    assert not [line for line in never if status.fullmatch(line)]
+    assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
