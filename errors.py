@@ -28,6 +28,7 @@ SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a g
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EROFS}
 UNUSABLE_PATH |= {errno.EIO, errno.ESTALE, errno.ENOTCONN}  # of a disk or file server that fails
+NO_MEMORY = "DefaultCPUAllocator"  # in what torch raises without any
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
@@ -115,6 +116,12 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return LOST_PEER
     except KeyboardInterrupt:
         return INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
+            raise
+        advice = "use smaller batches, images, texts or models"
+        print(f"error: this machine's memory is too small; {advice}", file=sys.stderr)
+        return BAD_INPUT
     except BrokenPipeError:  # whoever read stdout, such as head, has enough
         discard_stdout()
         return BROKEN_PIPE

@@ -362,10 +362,10 @@ def class_weights(args: Namespace, run: Run, data: Data) -> Tensor | None:
         counts = (counts > 0).double()
     weights = 1 / counts.clamp(min=1)
     if given != "balanced":
+        weights = torch.ones_like(weights)
         with refused_as("--class_weights"):
-            for name in given:
-                class_number(name, classes)
-        weights = torch.tensor([given.get(name, 1.0) for name in classes]).double()
+            for name, weight in given.items():
+                weights[class_number(name, classes)] = weight
     weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
 

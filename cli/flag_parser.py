@@ -97,7 +97,7 @@ def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], 
 
     def convert(text: str) -> str:
         path, problem = path_text(text), ""
-        if not path.endswith(tuple(suffixes)):
+        if os.path.splitext(path)[1] not in suffixes:
             problem = f"the name must end in {' or '.join(suffixes)}"
         elif not os.path.isdir(os.path.dirname(path) or "."):
             problem = "the folder does not exist; make it first"
@@ -384,7 +384,10 @@ class FlagParser(argparse.ArgumentParser):
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
-        guess = did_you_mean(name, [*self.names(), *self.foreign, *self.suggested])
+        known = [
+            each for each, own in self.foreign.items() if own.partition("=")[0] in self.names()
+        ]
+        guess = did_you_mean(name, [*self.names(), *known, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
 

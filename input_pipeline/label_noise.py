@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from errors import did_you_mean, excerpt
-from input_pipeline.own_data import list_names
+from input_pipeline.own_data import list_names, normal_form
 
 
 def with_noise(
@@ -57,8 +57,8 @@ def swapped_classes(pairs: str, classes: Sequence[str]) -> Tensor | None:
 
 def class_number(name: str, classes: Sequence[str]) -> int:
     """The number of a class; ValueError where there is none of that name."""
-    if name in classes:
-        return classes.index(name)
+    if normal_form(name) in (forms := list(map(normal_form, classes))):
+        return forms.index(normal_form(name))
     raise ValueError(
         f"there is no class {excerpt(name)}; the classes are {list_names(classes)}"
         f"{did_you_mean(name, classes)}"
