@@ -384,10 +384,9 @@ class FlagParser(argparse.ArgumentParser):
         """Return the line for a flag that does not exist, or for a value that belongs to none."""
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
-        known = [
-            each for each, own in self.foreign.items() if own.partition("=")[0] in self.names()
-        ]
-        guess = did_you_mean(name, [*self.names(), *known, *self.suggested])
+        names = self.names()
+        known = [each for each, own in self.foreign.items() if own.partition("=")[0] in names]
+        guess = did_you_mean(name, [*names, *known, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
 

@@ -226,7 +226,7 @@ def test_the_flags_choose_the_loss(tmp_path):
     balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights
     torch.testing.assert_close(balanced[[0, 1, 3]], torch.tensor([5 / 3, 5 / 6, 5 / 6]))
     path = tmp_path / "weights.yaml"
-    path.write_text("no: 3\n1: 0.5\n")
+    path.write_text("' no': 3\n1: 0.5\n")  # a blank too much
     given = create(f"--class_weights {path}").class_weights
     torch.testing.assert_close(given, torch.tensor([1, 3, 0.5, 1]) * 5 / 9)
     drawn = create(f"--class_weights {path} --balanced_sampling").class_weights
