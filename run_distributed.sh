@@ -42,10 +42,16 @@ cores=$(nproc)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
-for name in NNODES NODE_RANK MAX_RESTARTS MASTER_PORT; do
-    [[ ${!name:-1} =~ ^[0-9]+$ ]] || fail "$name=${!name} is no number"
-done
+is_number() { # is_number NAME...: each of these variables, where it is set
+    local name
+    for name in "$@"; do
+        [[ ${!name:-1} =~ ^[0-9]+$ ]] || fail "$name=${!name} is no number"
+    done
+}
+
+is_number NNODES MAX_RESTARTS
 if [ "${NNODES:-1}" -gt 1 ]; then
+    is_number NODE_RANK MASTER_PORT
     [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must name the first node"
     [ "${NODE_RANK:-0}" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK of $NNODES nodes"
     rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" # torchrun's static rendezvous

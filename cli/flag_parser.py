@@ -385,7 +385,11 @@ class FlagParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
         names = self.names()
-        known = [each for each, own in self.foreign.items() if own.partition("=")[0] in names]
+        known = [
+            each
+            for each, own in self.foreign.items()
+            if own.partition("=")[0] in names or not own.startswith("--")
+        ]
         guess = did_you_mean(name, [*names, *known, *self.suggested])
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 

@@ -49,9 +49,10 @@ def repeated_key(root: yaml.Node | None) -> str | None:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            scalars = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            keys = [(key.tag, key.value) for key in scalars if key.value != "<<"]  # which merges
             if twice := next((key for key in keys if keys.count(key) > 1), None):
-                return twice
+                return twice[1]
             nodes += [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value

@@ -242,7 +242,6 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
     env = os.environ
     with refused_as("a launcher's variables"):
         local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-        rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     device = choose_device(device_name, local_rank)
     if not under_torchrun():
         end_with_sweep()
@@ -254,6 +253,8 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
     backend = "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     if shares_gpu and (reason := unavailable_reason("shared_gpu")):
         raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
+    with refused_as("a launcher's variables"):
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     world = World(
         rank=rank,
         size=size,

@@ -81,7 +81,7 @@ class Classifier:
             raise TypeError("give a list of samples, also of a single one")
         shape: tuple[int, ...] = getattr(samples, "shape", ())
         if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
-            raise TypeError("give a list of images, also of a single one")
+            raise TypeError("give a list of samples, also of a single image")
         parts = [torch.empty(0, len(self.classes))]
         for start in range(0, len(samples), batch_size):
             logits = self.model(self.prepare(samples[start : start + batch_size]))

@@ -154,9 +154,9 @@ def check_overwritten(
     folder, source = Path(out), Path(state["file"] if state else "")
     if state is None or source.resolve().parent != folder.resolve():
         is_own = is_run_of(launcher_id(), folder)
-        started = [(read_progress(path) or {"step": None})["step"] for path in latest_files(folder)]
+        steps = ((read_progress(path) or {"step": None})["step"] for path in latest_files(folder))
         holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
-        if (holds_run or any(step != 0 for step in started)) and not is_own:
+        if not is_own and (holds_run or any(step != 0 for step in steps)):
             raise InputError(
                 f"--out {folder} already holds a run: choose another folder, or go on with that "
                 "run by --resume"

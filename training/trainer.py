@@ -34,7 +34,7 @@ from distributed.agreement import on_main
 from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce
 from distributed.world import StopVote, World
-from errors import InputError, Interrupted
+from errors import InputError, Interrupted, SharedInputError
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
@@ -193,8 +193,6 @@ class Trainer:
         self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
         if checkpoint is None:
             train_state.save(self)  # first, so that every run that has a log can be resumed
-            if "last" in self.unsaved:
-                raise InputError(f"--out {self.log.folder}: no checkpoint can be written there")
         else:  # after wrapping, which gives every rank the buffers of rank 0
             probe.lay_out_buckets(self, steps=checkpoint["progress"]["step"])
             self.restore(checkpoint)
@@ -203,6 +201,8 @@ class Trainer:
             if path.resolve().parent != self.log.folder.resolve():
                 train_state.save(self)
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
+        if "last" in self.unsaved:
+            raise SharedInputError(f"--out {self.log.folder}: no checkpoint can be written there")
         self.log.begin(self.progress.rows, epochs=self.config.epochs)
 
     def train_epoch(self, signals: list[int]) -> bool:
@@ -455,7 +455,7 @@ class Trainer:
         self.world.traffic = Traffic()
         self.sums.start_epoch()
         has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
-        if not self.may_have_diverged(totals) or (self.is_over() and has_trained):
+        if has_trained and (not self.may_have_diverged(totals) or self.is_over()):
             train_state.save(self, previous_best=previous_best)
         elif previous_best is not None:  # the epoch is done anew after a return
             progress.best = previous_best

@@ -144,10 +144,11 @@ def open_study(config: SweepConfig) -> optuna.Study:
     file = config.out / "study.log"
     if (config.out / "trials").exists() and not file.exists():
         raise InputError(f"--out {config.out}: trials without {file.name}; choose another folder")
-    if file.exists():  # a line that was cut when the machine stopped counts as not written
-        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-    else:
+    log = file.read_bytes() if file.exists() else b""
+    if not log:
         results.check_kept(config.out)
+    elif log.startswith(b"{"):  # a line that was cut when the machine stopped was never written
+        os.truncate(file, log.rfind(b"\n") + 1)
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),

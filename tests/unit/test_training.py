@@ -150,6 +150,7 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
     late = digits("--epochs 1 --bs 400 --lr 1e10 --warmup 0", code=3, out="late")
     assert "the loss after epoch 1 is not finite" in late
+    assert checkpoint.load(here / "late")["progress"]["epoch"] == 0
     fail_in(range(10**9))
     assert "no step of epoch 1 had finite gradients" in digits("--epochs 1 --bs 400", code=3)
     assert checkpoint.load(here / "run")["progress"]["epoch"] == 0, "it can be trained again"
@@ -219,7 +220,7 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     assert classifier.predict(["zero.png"]) == ["0"]
     assert classifier.probabilities([]).shape == (0, 10)
     for alone in ("zero.png", pixels, pixels[..., None].repeat(3, 2)):
-        with pytest.raises(TypeError, match="a single one"):
+        with pytest.raises(TypeError, match="give a list of samples"):
             classifier.predict(alone)
     with mock.patch.object(sys, "argv", ["classify_onnx.py", "model.onnx"]):
         example = runpy.run_path(str(ranks.ROOT / "examples" / "classify_onnx.py"))
