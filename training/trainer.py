@@ -34,7 +34,7 @@ from distributed.agreement import on_main
 from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce
 from distributed.world import StopVote, World
-from errors import InputError, Interrupted, SharedInputError
+from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
@@ -201,8 +201,6 @@ class Trainer:
             if path.resolve().parent != self.log.folder.resolve():
                 train_state.save(self)
             checkpoint.clear()  # it would keep its file on the disk when another takes the name
-        if "last" in self.unsaved:
-            raise SharedInputError(f"--out {self.log.folder}: no checkpoint can be written there")
         self.log.begin(self.progress.rows, epochs=self.config.epochs)
 
     def train_epoch(self, signals: list[int]) -> bool:

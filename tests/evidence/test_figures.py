@@ -45,6 +45,7 @@ PLANNED = [run for plan in PLANS for run in plan]
 # default once.
 SMALL_NETWORKS = {"resnet8", "resnet20"}
 MACHINE_FLAGS = {"data_dir", "device", "threads", "workers", "out", "resume", "recipe"}
+MACHINE_FLAGS |= {"save_every"}
 
 
 def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
