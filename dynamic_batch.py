@@ -9,8 +9,6 @@ Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradie
 (`ByNoise`). Everything in this file is a pure function or a few plain numbers.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

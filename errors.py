@@ -5,8 +5,6 @@ raise NonFiniteLoss("...")                            # exit code 3
 sys.exit(exit_code(main))                             # what both entry scripts end with
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -39,8 +39,6 @@ Meta-mixup. `MetaMixup` follows the meta-gradient while the model is trained (ar
     meta.row_losses.end_epoch()
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ python resnet50_test.py --checkpoint runs/my-run/best.pt --predict cat.png    # 
 python resnet50_test.py --checkpoint best --evaluate             # best.pt of the newest run
 """
 
-from __future__ import annotations
-
 import sys
 
 import dynamic_batch

@@ -11,8 +11,6 @@ python transformer_test.py --checkpoint runs/my-run/best.pt --predict lines.txt 
 python transformer_test.py --checkpoint best --evaluate          # best.pt of the newest run
 """
 
-from __future__ import annotations
-
 import sys
 
 import dynamic_batch

@@ -5,8 +5,6 @@
 ORTModule's own command fails on machines without a CUDA toolkit that matches its build.
 """
 
-from __future__ import annotations
-
 
 def main() -> None:
     """Build the extensions, without the CUDA ones where there is no GPU."""

@@ -10,8 +10,6 @@ learning rates, which must be tensors. Call `invalidate` after any of these has 
 Source: Nguyen et al., "Accelerating PyTorch with CUDA Graphs", pytorch.org, 2021.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -5,8 +5,6 @@ set_num_threads(0, local_world_size=2)              # half the cores of this nod
 print(peak_memory(device), "bytes")
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

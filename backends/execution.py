@@ -6,8 +6,6 @@ with without_compilation(len(rows) < batch_size):
 compile_seconds()                             # that this process has spent on compiling so far
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

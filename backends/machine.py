@@ -5,8 +5,6 @@ modified_files()                       # ["ngd.py"]: why a commit is dirty
 device_name(device)                    # "AMD EPYC (family 26, model 2, avx512_bf16), 2 threads"
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

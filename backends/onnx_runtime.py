@@ -10,8 +10,6 @@ whose state no checkpoint contains, and running variances are divided by n, not 
 runs in torch. Source: onnxruntime.ai, "ORTModule".
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -8,8 +8,6 @@
 Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from typing import Any

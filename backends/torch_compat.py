@@ -7,8 +7,6 @@
 The code runs on torch 2.3, of the legacy stack, and on torch 2.9 and newer.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from datetime import timedelta

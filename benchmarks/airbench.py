@@ -11,8 +11,6 @@ the entry scripts. With --optimizer ngd the filters have NGD in place of Muon, a
 else is the peer's: a step first sets the filters' norms back, and no weight decays.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import math

@@ -10,8 +10,6 @@ that the searches of the Transformer hold out. Then the best setting trains on a
 test set is looked at once. A bar compares committed runs of the Transformer with that.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

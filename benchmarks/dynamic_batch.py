@@ -15,8 +15,6 @@ slow process needs for its half, and B / 1.5 s in proportional shares, which is 
 'gain' is the fraction of these 50 % that was reached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

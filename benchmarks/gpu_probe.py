@@ -8,8 +8,6 @@ is the same model and batch in fp32 and NCHW, with torch's own defaults and SGD,
 input pipeline of its own. With --quick all sizes are tiny, to try it on a CPU.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -10,8 +10,6 @@ the folder. Ours then measures mean and standard deviation, which the others are
 the proportional set size of all processes of a side, and shared memory that none has mapped.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import itertools

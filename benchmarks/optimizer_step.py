@@ -12,8 +12,6 @@ passes in bf16 and Muon, whose orthogonalisation is in bf16, are left out: a ste
 minutes.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import statistics

@@ -4,8 +4,6 @@ log = PeerLog(args, "plain PyTorch", precision="fp32", command="python -m ...")
 log.end_epoch(steps=390, batch_size=128, loss_sum=2e4, num_correct=9, lr=0.1, evaluate=f)
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

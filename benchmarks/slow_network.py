@@ -8,8 +8,6 @@ joined by virtual Ethernet devices and a bridge, and deleted when the block ends
 root, and `ip` and `tc` of the package iproute2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -14,8 +14,6 @@ compiled model, timm's optimizer factory. With --quick the batch is a quarter; t
 With --sides the first one is the baseline, and no side has a target.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from collections.abc import Iterator

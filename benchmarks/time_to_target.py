@@ -10,8 +10,6 @@ in the first. Evaluations are not counted. Runs of several ranks are measured wi
 --network (see slow_network.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

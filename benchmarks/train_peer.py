@@ -7,8 +7,6 @@ which takes the place of the AdamW that they name.
 config.json names the peer and its version. An interrupted run goes on with --resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

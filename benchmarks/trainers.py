@@ -5,8 +5,6 @@ next(train_steps("resnet50", ["--bs", "64"]))                   # samples of one
 trainer = step_trainer(model, optimizer)                        # no data: trainer.train_step(x, y)
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import tempfile

@@ -3,8 +3,6 @@
 check(args)          # raises InputError with one line for the first conflict
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 

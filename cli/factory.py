@@ -8,8 +8,6 @@ batches = create_batch_sampler(args, run, data)
 trainer = create_trainer(args, run, data, model=model, ...)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -4,8 +4,6 @@ saved = read_saved_model(args, run)
 begin_with_weights(args, run, model, saved, classes=classes)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ suggestion. --opt_args rank=16 sets a parameter of the part that another flag ch
 documents and checks it, and `own` reads its default from there.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import enum

@@ -6,8 +6,6 @@ parser.group("images")("--arch", str, "resnet50", "network", common=True)
 docs/flags.md is written from here by `python -m figures.flags_page`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import ArgumentTypeError

@@ -5,8 +5,6 @@ a setting of a part as in --opt_args=rank=. The other names have no counterpart;
 the line that refuses them.
 """
 
-from __future__ import annotations
-
 NAMES = {  # our flag, value or setting: its foreign names
     "--optimizer=ngd": "--ngd",
     "--mixup=meta": "--meta_learning",

@@ -1,7 +1,5 @@
 """What only the image script builds from flags: its own flags, data, model, predictions, export."""
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 OPTIMIZERS = optimizer_choices(sgd=0.1, adamw=3e-3, ngd=0.08, ...)      # docs/recipes.md has more
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from cli.flags import OptimizerChoice

@@ -7,8 +7,6 @@ A value comes from the command line, else from --recipe, else from the checkpoin
 from the default.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

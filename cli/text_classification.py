@@ -1,7 +1,5 @@
 """What only the text script builds from flags: its own flags, data, model, predictions, export."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

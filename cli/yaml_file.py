@@ -3,8 +3,6 @@
 entries = read_yaml(Path("recipes/best.yaml"), "--recipe best")     # {"dataset": "cifar10", ...}
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

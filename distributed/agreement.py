@@ -11,8 +11,6 @@ Processes that disagree would train different models without a word, or wait for
 a time limit ends them. All functions here are collective: every rank calls them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

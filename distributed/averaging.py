@@ -72,7 +72,9 @@ class RankAverager:
             return [list(pieces)]
         mine = torch.cat([piece.flatten().view(torch.uint8) for piece in pieces])
         everything = mine.new_empty(self.size * len(mine))
-        dist.all_gather_into_tensor(everything, mine)
+        # its name since torch 2.14, or the one before
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(everything, mine)
         self.traffic += Traffic.gathered(mine.nbytes, self.size)
         sizes = [piece.nbytes for piece in pieces]
         return [

@@ -4,8 +4,6 @@ parallel = wrap(model, world, hook=AllReduceHook(world), sync_batch_norm=False, 
 set_gradient_sync(parallel, False)          # for the micro-batches before the last one of a step
 """
 
-from __future__ import annotations
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel

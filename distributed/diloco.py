@@ -11,8 +11,6 @@ on every rank, which is a step of SGD with Nesterov momentum along the mean chan
 own states are never exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ into shards. With 'hsdp' the ranks of a node hold the shards, and every node a c
 Checkpoints hold whole tensors: see `gather` and `distribute_like`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ By themselves gloo announces the address of the host's own name, which is 127.0.
 Ubuntu, and NCCL that of the first interface that it finds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import ipaddress

@@ -3,8 +3,6 @@
 python -m distributed.launch --standalone --nproc_per_node=4 resnet50_test.py --bs 256
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

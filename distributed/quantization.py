@@ -10,8 +10,6 @@ Codes smaller than a byte are packed by integer arithmetic on two or eight of th
 unpacked through a table of what each of the 256 bytes means.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

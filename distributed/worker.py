@@ -4,8 +4,6 @@ end_with_launcher()     # first; or end_with_sweep()
 launcher_id()           # the same after every restart, and that of no other job
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

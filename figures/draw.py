@@ -6,8 +6,6 @@ A row of the table is a finished experiment; a sentence below it says how many o
 log yet. Runs of your own are drawn by `figures.report`.
 """
 
-from __future__ import annotations
-
 import io
 import statistics
 import sys

@@ -15,8 +15,6 @@ A log is evidence only together with the code that made it, so no run starts whi
 committed. To try something out: --allow_dirty --logs FOLDER.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

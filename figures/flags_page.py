@@ -3,8 +3,6 @@
 python -m figures.flags_page          # after a change of a flag; a test compares the page
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

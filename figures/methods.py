@@ -8,8 +8,6 @@ and its marker, and differ in the line and in the filling of the marker. No line
 how pictures show what a model predicts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from pathlib import Path

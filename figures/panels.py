@@ -5,8 +5,6 @@ draw_panel(axes[0, 0], named_runs, "epoch", "accuracy")
 add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 figure = draw_picture("slow_network_time", read_groups(LOGS))
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

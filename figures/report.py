@@ -7,8 +7,6 @@ What a run folder does not hold is left out. The same folders give the same file
 figures/report.html.j2.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

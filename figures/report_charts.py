@@ -7,8 +7,6 @@ A chart holds no text of the runs, whose names are in the page's legend. Equal l
 bytes.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

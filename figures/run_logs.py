@@ -11,8 +11,6 @@ one line, {"run": "NAME-seed0", "flags": {...}, "commit": ..., ...}, which is it
 behind it the lines of its metrics.jsonl as they are. The path of the folder names both.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

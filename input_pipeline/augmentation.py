@@ -8,8 +8,6 @@ The other changes are torchvision.transforms.v2, done to one image after the oth
 that reads it. All of them are functions of (seed, epoch, row).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial

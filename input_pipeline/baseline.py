@@ -7,8 +7,6 @@
 Texts: frequencies of words and of pairs of words (TF-IDF). Images: pixels at 16 a side.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ row the label comes first and all other columns are text, as in the files of AG 
 jsonl file is an object such as {"label": "spam", "text": "Win now"}.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -8,8 +8,6 @@ The data set does not decide which rows make a batch, or which rank computes the
 `input_pipeline.sampler` and `training.batch_sampler` do, in the same way for every data set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from typing import Protocol
 

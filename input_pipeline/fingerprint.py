@@ -3,8 +3,6 @@
 metadata["data"] = check_data(world, classes, labels={"train": labels}, state=state, source="DIR")
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 labels = with_noise(labels, 0.4, classes=10, seed=0)     # 40 % of the rows of each class
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

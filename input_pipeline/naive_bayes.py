@@ -7,8 +7,6 @@ Source: Wang and Manning, "Baselines and Bigrams: Simple, Good Sentiment and Top
 ACL 2012.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

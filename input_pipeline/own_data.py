@@ -7,8 +7,6 @@ print(*left_out.notes())                           # nothing where every file is
 class_table(["cat", "dog"], {"train": [0, 0, 1], "test": [1]})     # lines for the console
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

@@ -10,8 +10,6 @@ at any step of any epoch without communication, and W ranks of b rows draw the s
 one rank of W x b rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 

@@ -7,8 +7,6 @@
 Sources: WordPiece, Wu et al., arXiv:1609.08144; BPE, Sennrich et al., arXiv:1508.07909.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

@@ -6,8 +6,6 @@ The activations within a block are computed again in the backward pass, with the
 numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

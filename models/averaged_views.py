@@ -6,8 +6,6 @@
 The six views and their weights are those of arXiv:2404.00498, section 3.1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

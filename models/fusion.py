@@ -8,8 +8,6 @@ convolution, that of batch-norm and, for ReLU, the output, which the next convol
 input anyway. Here the second buffer is not stored, at the price of one more convolution.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any, cast
 

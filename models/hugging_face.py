@@ -7,8 +7,6 @@
 Checkpoints hold `encoder` and `tokenizer`, so that a run needs neither network nor folder later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 model = create_model("resnet50", classes=10, channels=3, image_size=32)
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -6,8 +6,6 @@ freeze_all_but_classifier(model)
 groups = decay_layers(model, groups, 0.75)            # smaller rates for layers near the input
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

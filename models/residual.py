@@ -8,8 +8,6 @@ activation_checkpointing.py lets blocks recompute their activations in the backw
 gathers the weights of one block at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -7,8 +7,6 @@ stem without max-pooling; resnet8, 20, 32, 44, 56 and 110 are the 6n + 2 family 
 the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

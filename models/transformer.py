@@ -4,8 +4,6 @@ model = Transformer(vocab_size=8000, classes=4)
 logits = model(tokens)                       # tokens: (batch, length) integers, 0 is padding
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ Its forward and backward pass of a 32x32 image take 0.7 GFLOP: two and a half ti
 ResNet-20 and a fifth of ResNet-18. The paper's network trains to 94 % on CIFAR-10 in 10 epochs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -3,8 +3,6 @@
 A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.md.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

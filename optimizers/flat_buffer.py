@@ -7,8 +7,6 @@ order = shuffled(torch.arange(layout.rows), seed=0)
 units = next_units(order, cursor, 0.1)            # the next tenth of the row numbers
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

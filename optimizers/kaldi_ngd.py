@@ -34,8 +34,6 @@ an update needs no eigenvectors and the host waits for no GPU
 ([matrix_functions.py](matrix_functions.py)).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

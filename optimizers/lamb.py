@@ -8,8 +8,6 @@ For a layer's weights w and gradient g, with |.| the Euclidean norm (the paper's
     w <- w - lr trust u,  trust = |w| / |u|,  1 where either is 0
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ For a layer's weights w and gradient g, with |.| the Euclidean norm (the paper's
 LARC (`clip`) caps the layer's rate at lr: trust <- min(trust / lr, 1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

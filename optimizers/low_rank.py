@@ -8,8 +8,6 @@ Nothing is transposed in memory. H is (batch, left, rank) where the axis is the 
 where `right` is 1, and (batch left, rank, right) elsewhere.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

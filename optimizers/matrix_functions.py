@@ -13,8 +13,6 @@ call. The poles p and weights w are those of Zolotarev's best approximation (Hal
 Trefethen, SIAM J. Numer. Anal. 46, 2008; Nakatsukasa and Freund, SIAM Review 58, 2016).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 optimizer = Muon(ngd_groups(model, weight_decay=0.05), lr=0.04)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=1e-3)
 optimizer = NGD(ngd_groups(model, 0.05), lr=0.08)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

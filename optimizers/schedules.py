@@ -8,8 +8,6 @@ so there is no scheduler state to save: step, multistep, exponential and inverse
 epochs, the others also within an epoch.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

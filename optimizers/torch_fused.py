@@ -4,8 +4,6 @@ optimizer = fused_sgd(decay_groups(model, 5e-4), lr=0.1, momentum=0.9)
 step_unless_skipped(optimizer, ~torch.isfinite(global_norm(gradients)))
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

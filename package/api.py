@@ -11,8 +11,6 @@ from faster_training import load
 load("runs/my-run").predict(["a text", "another one"])
 """
 
-from __future__ import annotations
-
 import mixup
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo

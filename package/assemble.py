@@ -10,8 +10,6 @@ needs lie beside it as they lie at the root, with imports such as
     from faster_training.optimizers.base import GradScalerOptimizer     # in the package
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -3,8 +3,6 @@
 python tests/budget.py
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

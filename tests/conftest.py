@@ -1,7 +1,5 @@
 """Fixtures of several files: real data sets, finished runs, and calls that must be refused."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

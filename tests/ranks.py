@@ -4,8 +4,6 @@ Processes are forked from a server that has imported torch and the scripts, whic
 a start takes 4 s. Where the start itself matters, as that of torchrun: `start(..., cold=True)`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Trainers of single steps, and optimizers by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

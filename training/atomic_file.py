@@ -4,8 +4,6 @@ with atomic_write(path) as temporary:      # a path beside `path`, renamed to it
     figure.savefig(temporary)
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

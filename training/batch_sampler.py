@@ -13,8 +13,6 @@ The rules themselves are in dynamic_batch.py. The training loop of this project 
 object by `plan`, `start_epoch` and `end_epoch`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

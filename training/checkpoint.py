@@ -7,8 +7,6 @@ A state holds plain tensors, numbers, strings, lists and dicts only, so that it 
 weights_only=True.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

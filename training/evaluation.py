@@ -5,8 +5,6 @@ result.loss, result.accuracy                # with count_classes=10 its confusio
 print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ The file also says what its numbers mean: in .pt2 in the extra file metadata.jso
 .safetensors in the file's own metadata, which are strings of JSON, one for each name.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

@@ -4,8 +4,6 @@ loss_fn = CrossEntropy(label_smoothing=0.1)
 batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, batch.mix_weight
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ micro_batches = MicroBatches(accumulation_steps=4, limit=None)
 for x, y in micro_batches.split(inputs, labels): ...
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from errors import InputError

@@ -4,8 +4,6 @@ predictions = predict(model, samples, batches)
 write_predictions(Path("out.jsonl"), predictions, classes=["cat", "dog"])
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence

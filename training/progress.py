@@ -1,7 +1,5 @@
 """Where a run is: what a checkpoint needs to go on; its best epoch, its end, the time left."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

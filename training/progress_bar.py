@@ -4,8 +4,6 @@ with progress_bar("evaluating on the test set", total=10_000, is_main=world.is_m
     bar.update(256)
 """
 
-from __future__ import annotations
-
 from tqdm import tqdm
 
 FORMAT = "{desc} {percentage:3.0f}%|{bar}| {remaining}, {rate_fmt}{postfix}"

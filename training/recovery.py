@@ -1,7 +1,5 @@
 """How a run ends early and what it survives: signals, and steps that are not finite."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -6,8 +6,6 @@
 The system releases the lock when the process ends, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

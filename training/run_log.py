@@ -7,8 +7,6 @@ log.begin(rows=[])
 log.epoch([{"epoch": 1, "step": 390, "test_accuracy": 0.43, ...}])
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

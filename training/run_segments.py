@@ -8,8 +8,6 @@ Every checkpoint holds the segments of its run, and config.json holds them where
 its other entries are those of the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

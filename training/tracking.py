@@ -11,8 +11,6 @@ wandb writes into the run folder, from where `wandb sync` sends it, unless the e
 WANDB_MODE says otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

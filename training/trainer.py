@@ -14,8 +14,6 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
     trainer.fit(checkpoint)
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Mapping

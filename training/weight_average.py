@@ -13,8 +13,6 @@ so that a short run does not keep its first weights (as in timm, with another co
 statistics are averaged in the same way.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

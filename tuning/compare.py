@@ -11,8 +11,6 @@ killed goes on when the same command is given again. It ends with verdict.md, ve
 report.html, and recipe.yaml of the winner.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

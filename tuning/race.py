@@ -8,8 +8,6 @@ half-way, in logarithms, to the next rate that was tried, or three times beyond.
 turns, so that what slows the machine down slows all of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal

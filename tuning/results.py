@@ -3,8 +3,6 @@
 write_results(study, trials, config)
 """
 
-from __future__ import annotations
-
 import csv
 import shlex
 import sys

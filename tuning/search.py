@@ -3,8 +3,6 @@
 run_sweep(config)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

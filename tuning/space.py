@@ -8,8 +8,6 @@ space = read_space(Path("tuning/resnet50.yaml"), script)      # script: a Target
 suggest(trial, space)                                         # {"lr": 0.03, "bs": 32, ...}
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ run again with the same --out. It ends with a table, trials.csv, pictures, and a
 script's --recipe.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import sys

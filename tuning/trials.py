@@ -4,8 +4,6 @@ runner = TrialRunner(config, arguments, gpu_slots(config))
 value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFailed
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,7 +1,5 @@
 """Every wrong flag ends with exit code 2 and one line that names it; both scripts, in-process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The linear model that a run is compared with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Flags: their other spellings, recipes by name, --help, and those without effect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data of your own: header rows, columns, separators, splits, and predictions into files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

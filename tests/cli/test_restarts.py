@@ -1,7 +1,5 @@
 """What a job does that torchrun starts again: it goes on with its own run, never with another's."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import shutil

@@ -1,7 +1,5 @@
 """A run folder belongs to one process at a time, and a refused run changes nothing in it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run says that it has reached, and that inference from its checkpoints says the same."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The rounds of a benchmark follow the speed of the machine; bad input is one line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

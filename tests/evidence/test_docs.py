@@ -1,7 +1,5 @@
 """README.md, CONTRIBUTING.md and docs/: size, links, flags, and the Python code that they show."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

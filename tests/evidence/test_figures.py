@@ -3,8 +3,6 @@
 The runner of the experiments continues where it was stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

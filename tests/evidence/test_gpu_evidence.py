@@ -1,7 +1,5 @@
 """benchmarks/gpu_evidence.sh on a CPU: its steps, and those that fail."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

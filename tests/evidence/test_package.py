@@ -1,7 +1,5 @@
 """The package faster_training: built by pip, installed alone, and used from another folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Reports: what a page says of run folders, what it leaves out, and bad folders."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

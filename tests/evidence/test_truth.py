@@ -1,7 +1,5 @@
 """What a run says is so: skipped steps, numbers that are not finite, learning rates."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

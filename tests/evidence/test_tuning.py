@@ -1,7 +1,5 @@
 """Sweeps: search spaces and flags, and sweeps on digits that are killed, interrupted or fail."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import functools

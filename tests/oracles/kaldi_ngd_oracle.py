@@ -5,8 +5,6 @@ tested against. N, the number of rows, is kept as in the paper, and so is the ex
 through K_t = J J' and L_t = H' H; the small constants are relative to the gradient, as there.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ It follows the head of ngd.py with orthonormal bases by QR factors and powers of
 eigenvectors, is slow on purpose, and is what ngd.py is tested against.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Parameters, gradients and steps for the tests of NGD and KaldiNGD."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

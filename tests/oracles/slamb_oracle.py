@@ -1,7 +1,5 @@
 """SLAMB as slamb.py documents it, with element masks, for all ranks in one process, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import torch

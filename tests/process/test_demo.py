@@ -1,7 +1,5 @@
 """demo.sh: the scripts accept its commands."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Real processes, as a user starts them: kills, signals, restarts, nodes, torchrun's exit codes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

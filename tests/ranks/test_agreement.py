@@ -1,7 +1,5 @@
 """Ranks that were started differently, or of which one finds a problem, end together."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

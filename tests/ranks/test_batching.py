@@ -1,7 +1,5 @@
 """Batches and steps: every sample once and with equal weight; the noise scale; resuming."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from unittest import mock

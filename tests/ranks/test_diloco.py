@@ -1,7 +1,5 @@
 """DiLoCo: against its algorithm in float64; its bytes, and what stays as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Ranks together do what one process does; and they decide together."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """--eval_every: a run that evaluates less often is the same run, and what reads it copes."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

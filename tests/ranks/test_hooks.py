@@ -1,7 +1,5 @@
 """What data parallelism sends: compressed, a step late or only now and then; and its bytes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -209,7 +207,8 @@ def test_what_ranks_send_each_other() -> None:
 def test_four_ranks_send_more_of_what_is_gathered_than_of_what_is_reduced(monkeypatch):
     monkeypatch.setattr(RankAverager, "size", 4)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda values: None)
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda everything, mine: None)
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(torch.distributed, name, lambda everything, mine: None, raising=False)
     averager = RankAverager()
     averager.mean(torch.zeros(10))
     assert averager.take_traffic() == Traffic(40, 2 * 3 / 4 * 40)

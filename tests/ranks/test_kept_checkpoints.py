@@ -1,7 +1,5 @@
 """A run whose last.pt is damaged goes on from the checkpoint before, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts of millions of rows: a node reads and encodes them once, row by row."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

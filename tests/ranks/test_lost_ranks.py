@@ -1,7 +1,5 @@
 """A process that has lost another one ends in time, with one line and exit code 1."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """Meta-mixup: the gradient is exact, no state is left changed, and the right policy is found."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """A run that ends at any point and is resumed equals the uninterrupted one, bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """After divergence every optimizer and every way to communicate goes back to its checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

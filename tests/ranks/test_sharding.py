@@ -1,7 +1,5 @@
 """Sharded weights: equal to data parallelism; checkpoints for any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

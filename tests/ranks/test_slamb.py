@@ -1,7 +1,5 @@
 """SLAMB follows its equations on all ranks, and keeps the mean momentum whatever the gradients."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adam's updates by torch's fused kernel and without; test_lamb_lars.py has the mathematics."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

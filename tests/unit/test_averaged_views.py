@@ -1,7 +1,5 @@
 """Views of test images, whose outputs are averaged; wrong labels on purpose."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Damaged recipes, checkpoints and data sets: exit code 2 and one line that names the file."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """checkpoint.py: whole or not there, and nothing but plain data."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

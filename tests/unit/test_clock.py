@@ -1,7 +1,5 @@
 """The clock of a run: training is one thing, compiling and evaluating are others."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """The number of CPU threads, in processes of their own, since OpenMP reads its settings once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

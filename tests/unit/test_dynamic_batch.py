@@ -1,7 +1,5 @@
 """Dynamic batches: allowed sizes, shares of workers, rules and the gradient noise scale."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -4,8 +4,6 @@ torch raises where a tensor is on the wrong device. Where the host waits for the
 names the functions in which it may.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused layers: outputs and gradients of the modules they replace, with less stored memory."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 

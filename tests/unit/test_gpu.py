@@ -4,8 +4,6 @@ Beside these, test_graphs.py records CUDA graphs, and test_fake_cuda.py checks d
 on a GPU that is not there.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

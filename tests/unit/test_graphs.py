@@ -1,7 +1,5 @@
 """CUDA graphs of training steps, with a recording of their operations where there is no GPU."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

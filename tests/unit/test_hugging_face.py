@@ -1,7 +1,5 @@
 """--arch hf:NAME: encoders of Hugging Face Transformers, tiny ones with random weights."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

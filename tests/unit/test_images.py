@@ -1,7 +1,5 @@
 """Images: augmentation against a plain reference, batches, and reading of every data set."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import multiprocessing

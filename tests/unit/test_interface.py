@@ -1,7 +1,5 @@
 """The network interface between the nodes is that of the route, unless the user chose one."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """KaldiNGD equals the float64 oracle, is an optimizer like others, and goes on from its state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

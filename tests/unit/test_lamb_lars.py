@@ -1,7 +1,5 @@
 """LAMB and LARS equal timm's; the norms of fp16 weights are taken in fp32."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

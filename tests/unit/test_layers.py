@@ -1,7 +1,5 @@
 """The layers of the repository: imports never go up, and the rules that keep each package apart."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from pathlib import Path

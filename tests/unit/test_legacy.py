@@ -1,7 +1,5 @@
 """The legacy stack: ONNX Runtime's training, torchtext, and a stand-in for NVIDIA apex."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.util

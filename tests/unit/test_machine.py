@@ -1,7 +1,5 @@
 """What config.json says of the commit, and where it cannot be told."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Roots and absolute values of matrices, with and without eigendecompositions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

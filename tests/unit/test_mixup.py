@@ -1,7 +1,5 @@
 """Mixing: inputs and labels have the same weights, and the loss is that of the soft labels."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """ResNets and the Transformer: sizes, torchvision's weights, padding, pooling, token dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """NGD equals a float64 oracle and flattens leading directions; test_optim.py has the rest."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules equal torch's; warm-up, batch scaling, groups; and what every optimizer does."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

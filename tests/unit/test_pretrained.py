@@ -1,7 +1,5 @@
 """Fine-tuning: which files give weights, the classifier, frozen layers, rates of layers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a run says of segments that were trained with other flags, by other code or elsewhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """sampler.py: the order of rows is a function of (seed, epoch), whatever the number of ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from conftest import each_of

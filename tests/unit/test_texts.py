@@ -1,7 +1,5 @@
 """Texts: cleaning, tokenizers, batches, Naive Bayes scores, and the data sets."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import unicodedata

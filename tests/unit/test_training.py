@@ -1,7 +1,5 @@
 """The run itself: it learns, it is deterministic, and it recovers from what is not finite."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

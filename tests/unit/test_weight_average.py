@@ -1,7 +1,5 @@
 """The moving average of the weights: its formula, what is evaluated and kept, and its state."""
 
-from __future__ import annotations
-
 import re
 
 import torch
