@@ -7,11 +7,11 @@ python -m benchmarks.step --sides plain "plain, our allocator" ours
 
 Every side is a process of its own and trains on the real data, input pipeline included; each takes
 turns with a baseline of its own. That is 'plain' of plain_training.py: fp32, eager, NCHW,
-DataLoader workers. 'plain, our allocator' keeps memory for the next step as ours does, 'compiled'
-is under torch.compile, and 'as timm' does what timm's train.py does with
---amp --channels-last --torchcompile: autocast (in bf16, where the device has it), channels_last,
-compiled model, timm's optimizer factory. With --quick the batch is a quarter; the tables name it.
-With --sides the first one is the baseline, and no side has a target.
+DataLoader workers. 'compiled' is under torch.compile, and 'as timm' does what timm's train.py does
+with --amp --channels-last --torchcompile: autocast (in bf16, where the device has it),
+channels_last, compiled model, timm's optimizer factory. Each of the three may end in ', our
+allocator': it keeps memory for the next step, as ours does. With --quick the batch is a quarter;
+the tables name it. With --sides the first one is the baseline, and no side has a target.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from benchmarks.plain_training import Recipe
 from benchmarks.trainers import BATCHES
 from errors import exit_code, needing
 
-PLAIN, SAME_ALLOCATOR = "plain", "plain, our allocator"
+PLAIN, OUR_ALLOCATOR = "plain", ", our allocator"
 # Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
 BARS = {"resnet50": 5.0, "transformer": 2.5}
 OURS = {
@@ -48,8 +48,9 @@ SIZES = {True: (3, 4.0), False: (5, 8.0)}
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
     """Take training steps of a peer without end; yield the number of samples of each."""
     recipe = recipe.in_own_memory()
-    if side == SAME_ALLOCATOR:
+    if side.endswith(OUR_ALLOCATOR):
         keep_freed_memory()
+        side = side.removesuffix(OUR_ALLOCATOR)
     if side == "compiled":
         recipe.model.compile()
     batches = plain_training.read_batches(recipe, data_dir, batch)
@@ -130,13 +131,14 @@ def create_bars(name: str, measured: dict[str, bench.Row]) -> list[bench.Bar]:
 def main() -> int:
     parser = bench.parser(__doc__, reads_data=True)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    every = [PLAIN, SAME_ALLOCATOR, *PEERS, *OURS]
+    peers = [PLAIN, *PEERS]
+    every = [*peers, *(peer + OUR_ALLOCATOR for peer in peers), *OURS]
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
     sides = [*dict.fromkeys(args.sides or default_sides(args.quick))]
     if len(sides) < 2:
         parser.error("--sides: name two or more different ones")
-    timm = ["timm"] if "as timm" in sides else []
+    timm = ["timm"] if any("as timm" in side for side in sides) else []
     with needing("as timm", "timm"):  # whose version `machine` asks for
         machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
     print(machine)
