@@ -259,20 +259,11 @@ def sample_mix(
         alpha: parameter of the Beta distribution of lambda.
         height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
         settings: further arguments of that kind's function.
-
-    Raises:
-        ValueError: there is no such kind.
     """
-    match kind:
-        case "mixup":
-            return mixup(labels, alpha, **settings)
-        case "intra":
-            return intra(labels, alpha, **settings)
-        case "attention":
-            return attention(labels, alpha, height=height, width=width, **settings)
-        case "cutmix":
-            return cutmix(labels, alpha, height=height, width=width, **settings)
-    raise ValueError(f"unknown kind of mixing {kind}")
+    kinds: dict[str, Callable[..., Mix]]
+    kinds = {"mixup": mixup, "intra": intra, "attention": attention, "cutmix": cutmix}
+    size = {} if kind in TEXT_KINDS else {"height": height, "width": width}
+    return kinds[kind](labels, alpha, **size, **settings)
 
 
 # -------------------------------------------------------------------- mixing and its loss

@@ -35,7 +35,8 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
     return SOAP(groups, lr=settings["lr"], betas=tuple(settings["betas"]))  # type: ignore
 
 
-REFUSED = ("weights", "evaluate", "predict", "export")  # flags that only the script's main reads
+# Flags that only the script's main or its optimizers read.
+REFUSED = ("weights", "freeze", "lr_scaling", "layer_decay", "evaluate", "predict", "export")
 STANDS_FOR = "adamw"  # the value of --optimizer in a peer's run
 PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
     "soap": ("pytorch_optimizer", create_soap),
@@ -74,8 +75,9 @@ def parse(arguments: Sequence[str]) -> PeerRun:
         raise InputError(f"usage: python -m benchmarks.train_peer {names} FLAGS")
     peer, script, flags = arguments[0], FILES[arguments[1]], arguments[2:]
     args, _ = options.parse(script.parser(), script.SCRIPT, flags)
+    usual = script.parser().defaults()
     for name in REFUSED:
-        if getattr(args, name):
+        if getattr(args, name) != usual[name]:
             raise InputError(f"{peer}: --{name} is for the script alone; leave it out")
     if args.optimizer != STANDS_FOR:
         raise InputError(

@@ -25,6 +25,8 @@ from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
+from errors import InputError
+from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.losses import CrossEntropy
@@ -62,6 +64,8 @@ def open_script(
     `create_optimizer` makes an optimizer of the model that no flag names.
     """
     args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
+    if args.arch.startswith(HF):
+        raise InputError(f"--arch {args.arch}: only the script itself reads it")
     task = TASKS[script.SCRIPT]
     run = factory.create_run(args, script.SCRIPT, world, checkpoint)
     data = task.load_data(args, run)

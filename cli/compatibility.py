@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from backends.cuda_graph import RECORDED_OPTIMIZERS
-from cli.flag_parser import ON, Not, Values, holds, in_words
+from cli.flag_parser import ON, Not, Values, conditions_in_words, holds
 from cli.flags import WIRE_BITS
 from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
@@ -99,7 +99,7 @@ def check(args: Namespace) -> None:
 def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:
     """Those of some values that the flags have, as a user gives them."""
     return [
-        in_words({name: (getattr(args, name, None),)})
+        conditions_in_words({name: (getattr(args, name, None),)})
         for each in alternatives
         for name, values in each.items()
         if holds(args, name, values)

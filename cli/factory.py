@@ -217,7 +217,7 @@ def choose_rows(
     if args.dataset in own_data.DATASETS and not args.evaluate and run.world.is_main:
         notes = [note for split in splits.values() for note in split.notes]
         if has_val and args.val_fraction:
-            notes.append(f"--val_fraction {args.val_fraction:g} is not used: the data has val rows")
+            notes.append("no training rows are held out: the data has val rows")
         labels = {name: torch.as_tensor(split.labels).tolist() for name, split in chosen.items()}
         print(*notes, *own_data.class_table(classes, labels), sep="\n")
     before, now = redrawn.get("--val_fraction", (0, args.val_fraction))
@@ -533,9 +533,9 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
     if batches.changes:
         accumulation_steps = 1
         on_cpu = run.world.device.type == "cpu"
-        if micro_batch_size is None and (on_cpu or args.accumulate > 1 or args.balance_workers):
+        if micro_batch_size is None and (on_cpu or args.accumulate > 1 or batches.balancer):
             # Twice as many with --balance_workers, so that a fast rank's share is still one.
-            micro_batch_size = args.batch_size * (2 if args.balance_workers else 1)
+            micro_batch_size = args.batch_size * (2 if batches.balancer else 1)
     return TrainerConfig(
         epochs=args.epochs,
         eval_batch_size=max(MIN_EVAL_BATCH, args.batch_size),

@@ -200,7 +200,7 @@ def holds(args: argparse.Namespace, name: str, values: Sequence[Any]) -> bool:
     return (value in values) != isinstance(values, Not)
 
 
-def in_words(values: Values) -> str:
+def conditions_in_words(values: Values) -> str:
     """Values as a user gives them: '--sync local or diloco', 'several processes'."""
     words = []
     for name, each in values.items():
@@ -528,6 +528,6 @@ class ScriptParser(FlagParser):
         lines = []
         for flag in map(self.flags.__getitem__, given):
             if getattr(args, flag.dest) is not False and not flag.has_effect(args):
-                meant = " or ".join(map(in_words, flag.only_with))
+                meant = " or ".join(map(conditions_in_words, flag.only_with))
                 lines.append(f"{flag.name} has no effect here: it is for {meant}")
         return lines

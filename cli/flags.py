@@ -316,7 +316,7 @@ def _add_communication(parser: ScriptParser) -> None:
     add("--sync", Choice(comm_hooks.SYNCS), "sync", "gradients averaged in each step (sync) or a "
         "step late (lag); weights averaged every --local_steps (local), also with momentum "
         "(diloco)", only_with=[several, diloco])
-    add("--local_steps", count, 50, "steps between two meetings of the weights", metavar="STEPS",
+    add("--local_steps", count, 50, "steps between two averagings of the weights", metavar="STEPS",
         only_with=[slamb, meeting])
     add("--dense_steps", natural, 10, "steps at the start that send everything", metavar="STEPS",
         only_with=[slamb, meeting])

@@ -103,7 +103,11 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, 
     scopes = [Scope.RESULT, Scope.HOW, Scope.NODE]
     if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
-    return {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
+    restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
+    usual = computed_defaults(flags, parser)  # follow --epochs, --lr_schedule and --momentum anew
+    return restored | {
+        name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]
+    }
 
 
 def changed_flags(

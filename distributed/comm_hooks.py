@@ -102,7 +102,7 @@ class AllReduceHook:
         return future
 
     def start(self, parameters: Sequence[Tensor]) -> None:
-        """Called before the first step, when all ranks have the same weights; here it is no use."""
+        """Called before the first step, when all ranks have the same weights; does nothing here."""
 
     def after_step(self, parameters: Sequence[Tensor]) -> None:
         """Called after each optimizer step; here nothing is left to do."""

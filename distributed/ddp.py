@@ -50,7 +50,7 @@ def wrap(
         world: the ranks; `model` itself is returned where there is only one.
         hook: what is sent.
         sync_batch_norm: compute BatchNorm's statistics over all ranks. Otherwise they stay each
-            rank's own until `World.average_buffers` is called before an evaluation.
+            rank's own until the trainer averages them before an evaluation.
         static_graph: the same parameters get a gradient in every backward pass. It must be False
             when gradients are accumulated: torch's reducer cannot do both (pytorch #143580).
     """

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from backends.device import choose_device
 from backends.torch_compat import (
@@ -31,7 +31,7 @@ from backends.torch_compat import (
     set_group_timeouts,
     unavailable_reason,
 )
-from distributed.averaging import RankAverager, Traffic, average_tensors
+from distributed.averaging import Traffic
 from distributed.interface import own_address, use_interface_of
 from distributed.worker import end_with_launcher, end_with_sweep, is_restarted
 from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError, refused_as
@@ -118,11 +118,6 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
-
-    def average_buffers(self, model: nn.Module) -> None:
-        """Replace BatchNorm's running statistics by their mean over the ranks; one all-reduce."""
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        average_tensors(buffers, RankAverager())
 
     # ---------------------------------------------------------------- between the hosts
 

@@ -37,7 +37,7 @@ from training.epoch_report import (
     show_views,
     training_seconds,
 )
-from training.progress import device_hours, in_words
+from training.progress import device_hours, duration
 from training.run_segments import describe_all
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
@@ -139,7 +139,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "last result": show_result(row),
         "averaged result": show_views(row),
         "best result": f"{show_result(best)}, {chosen}" if best else "",
-        "time": in_words(row["seconds"]) if "seconds" in row else "",
+        "time": duration(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
         "peak memory": show({"peak": peak}, "peak", "{:.2f} GiB", 2**-30),

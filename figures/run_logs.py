@@ -285,7 +285,8 @@ def accuracy(row: Row) -> float:
 
 def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the column that chooses the best epoch of a run."""
-    eval_set = "val" if any("val_accuracy" in row for row in rows) else "test"
+    last = next(filter(is_evaluated, reversed(rows)), {})
+    eval_set = "val" if "val_accuracy" in last else "test"
     metric = flags.get("best_by")
     return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
 

@@ -54,10 +54,11 @@ def check_data(
             f"{source}: the checkpoint was trained on other classes; give the data of its run"
         )
     for name, split in splits.items():
-        before = state["data"]["splits"].get(name)
+        before, rows = state["data"]["splits"].get(name, {"rows": 0}), split["rows"]
         if before != split and world.is_main:
+            and_had = "with other labels" if before["rows"] == rows else f"and had {before['rows']}"
             print(
                 "warning: the data is not that of the checkpoint's run: "
-                f"the {name} split had {before} and has {split}"
+                f"the {name} split has {rows} rows {and_had}"
             )
     return {"splits": splits}

@@ -301,6 +301,8 @@ def decay_layers(
     layer_of: dict[Tensor, int] = {}
     for name, parameter in part_for_colours(model).named_parameters():
         layer_of[parameter] = layers.setdefault(layer_name(name), len(layers))
+    if isinstance(weight := getattr(model, "prior_weight", None), Tensor):  # acts on the logits
+        layer_of[weight] = len(layers) - 1
     split = []
     for group in groups:
         numbers = sorted({layer_of[p] for p in group["params"]})

@@ -292,6 +292,8 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         same_ranks = state["base"] == self.base and len(state["shares"]) == self.world.size
         if rule is None:
             self.size = self.base
+        elif isinstance(rule, dynamic_batch.Scheduled):  # a function of the epoch alone
+            self.size = self._nearest(rule.next_batch_size(max(self.decided - 1, 0), self.size))
         elif same_ranks and self.low <= state["size"] <= self.high:
             self.size = state["size"]
         else:

@@ -146,7 +146,7 @@ def report_result(trainer: Trainer) -> None:
         print(f"last.pt: {over_views}")
     if best_epoch:
         is_meta = trainer.meta_learner is not None
-        chosen = how_chosen(rows, chosen_by=trainer.early_stop.chosen_by, meta_learned=is_meta)
+        chosen = how_chosen(rows, chosen_by=progress.best["chosen_by"], meta_learned=is_meta)
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")

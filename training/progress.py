@@ -46,7 +46,7 @@ class EarlyStop:
         return ""
 
 
-def in_words(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration for a sentence: 45 s, 20 min, 2.5 h, 16 h, 3.2 days."""
     for unit, name, largest in ((1, "s", 90), (60, "min", 90), (3600, "h", 48)):
         if seconds < largest * unit:
@@ -57,7 +57,7 @@ def in_words(seconds: float) -> str:
 
 def time_left(seconds: float, *, done: float, epochs: int) -> str:
     """The time to the end of a run that took `seconds` for its first `done` epochs, in words."""
-    return in_words(seconds / done * (epochs - done))
+    return duration(seconds / done * (epochs - done))
 
 
 def device_hours(rows: Sequence[Row]) -> float:
@@ -84,7 +84,7 @@ class Progress:
     # The best epoch so far: its number, and the column of `rows` that chose it.
     best: dict[str, Any] = field(default_factory=lambda: {"epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)  # the epochs' rows in metrics.jsonl
-    since: int = 0  # how many of them were no rivals when `best` was chosen
+    since: int = 0  # how many of them are no rivals of `best`
 
     @property
     def epoch_samples(self) -> int:
@@ -109,13 +109,10 @@ class Progress:
         """Count an epoch as done; returns the best epoch before, or None if this is not the best.
 
         Args:
-            chosen_by: column of the row that chooses the best epoch. A resumed run with another one
-                does not compare its epochs with those before.
+            chosen_by: column of the row that chooses the best epoch.
         """
         best = self.best
-        is_comparable = best.get("chosen_by") == chosen_by
-        rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
-        self.since = self.since if is_comparable or not best["epoch"] else len(self.rows)
+        rivals = self.rows[max(best["epoch"] - 1, self.since) : best["epoch"]]
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
         if best_row([*rivals, row], chosen_by) is not row:

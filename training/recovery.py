@@ -71,9 +71,10 @@ class Diverged(Exception):
 
 
 def has_finite_losses(row: Row) -> bool:
-    """Whether an epoch has trained something, and its weights have finite losses where evaluated.
+    """Whether the training loss and all evaluation losses of an epoch are finite.
 
-    Without the first, none of its steps was finite; they were fewer than lead to `roll_back`.
+    The training loss is not a number where every step of an epoch too short for `roll_back` was
+    skipped.
     """
     losses = [row["train_loss"], row.get("val_loss"), row.get("test_loss")]
     return all(loss is None or math.isfinite(loss) for loss in losses)

@@ -49,7 +49,7 @@ def describe_last(segments: Sequence[Segment]) -> str:
     """What the last segment changed: '--epochs 9 (was 5), commit bbb (was aaa)'; or ''."""
     environment = changes_between(segments[-2], segments[-1]) if len(segments) > 1 else {}
     return ", ".join(
-        f"{name} {in_words(now)} (was {in_words(before)})"
+        f"{name} {flag_value(now)} (was {flag_value(before)})"
         for name, (before, now) in {**segments[-1]["changed"], **environment}.items()
     )
 
@@ -63,10 +63,12 @@ def describe_all(segments: Sequence[Segment]) -> str:
     )
 
 
-def in_words(value: Any) -> str:
+def flag_value(value: Any) -> str:
     """The value of a flag as a user would say it."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, dict):
+        value = [f"{name}={setting}" for name, setting in value.items()] or "none"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

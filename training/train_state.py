@@ -62,12 +62,11 @@ def _rank_state(
     trainer: Trainer, weights: dict[str, Any], optimizer: dict[str, Any]
 ) -> dict[str, Any]:
     """What is this rank's own."""
-    own_buffers = [name for name in weights if name.endswith(OWN_BUFFERS)]
-    own_names = weights if trainer.replicas_diverge else own_buffers
+    own = "" if trainer.replicas_diverge else OWN_BUFFERS  # every name ends with ""
     timer, meta_learner = trainer.compute_timer, trainer.meta_learner
     return {
         "random": rng_states(trainer.world.device),
-        "weights": {name: weights[name].cpu() for name in own_names},
+        "weights": {name: value.cpu() for name, value in weights.items() if name.endswith(own)},
         "average": trainer.average.own_state() if trainer.average is not None else {},
         "optimizer": to_cpu(optimizer) if trainer.replicas_diverge else None,
         "hook": trainer.comm_hook.rank_state_dict(trainer.parameters),
@@ -98,7 +97,7 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
             "use the flags of the first run"
         )
     ranks, weights, optimizer = state["ranks"], state["model"], state["optimizer"]
-    average, scaler = state.get("average"), state["scaler"]
+    average, scaler = state["average"], state["scaler"]
     come_together = optimizer is None and not trainer.replicas_diverge
     if len(ranks) == trainer.world.size and not come_together:
         mine = copy.deepcopy(ranks[trainer.world.rank])  # so that nothing of it stays in the file
@@ -107,11 +106,11 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         weights, optimizer = {**weights, **mine["weights"]}, optimizer or mine["optimizer"]
         set_rng_states(mine["random"], trainer.world.device)
         trainer.sums.values.copy_(mine["sums"])
-        trainer.world.traffic = Traffic(mine["bytes_sent"], mine.get("wire_bytes", 0.0))
+        trainer.world.traffic = Traffic(mine["bytes_sent"], mine["wire_bytes"])
         if trainer.compute_timer is not None:
             trainer.compute_timer.seconds = mine["compute_seconds"]
             trainer.compute_timer.spans.clear()
-        of_hook, scaler = mine["hook"], mine.get("scaler", scaler)
+        of_hook, scaler = mine["hook"], mine["scaler"]
     else:
         of_hook = _mean_tensors([rank["hook"] for rank in ranks])
         trainer.sums.load_merged([rank["sums"] for rank in ranks], trainer.world)

@@ -29,7 +29,7 @@ from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.agreement import on_main
-from distributed.averaging import Traffic
+from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.comm_hooks import AllReduceHook, DelayedAllReduce
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted
@@ -506,9 +506,7 @@ class Trainer:
 
         The averages of the weights have statistics of their own, which are made the same as well.
         """
-        self.world.average_buffers(self.model)
-        if self.average is not None:
-            self.world.average_buffers(self.average.model)
+        average_tensors(self.statistics(), RankAverager())
         if self.communicating is not None:
             self.communicating.average_weights()
             self.world.traffic += self.communicating.take_traffic()
@@ -582,6 +580,9 @@ class Trainer:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
         self.progress.load_state_dict(checkpoint["progress"])
+        chosen_by = self.early_stop.chosen_by
+        if self.progress.best.get("chosen_by", chosen_by) != chosen_by:
+            self.progress.since = len(self.progress.rows)  # epochs which another column judged
         self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:

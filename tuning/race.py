@@ -28,7 +28,7 @@ from figures import verdict
 from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
 from training.atomic_file import atomic_write_text
-from training.progress import in_words
+from training.progress import duration
 from training.run_folder import lock_run_folder, make_run_folder
 from tuning.config import Arm, Objective, Space, SweepConfig
 from tuning.results import check_kept, training_command, write_recipe
@@ -216,7 +216,7 @@ def make_plan(config: RaceConfig) -> Plan:
         seconds = taken + MARGIN * ((searched + in_full) * start + steps * epochs * epoch)
         text = f"{len(config.arms)} arms x ({trials} trials + {config.seeds} seeds in full)"
         if seconds <= 60 * config.minutes:
-            print(f"{text} of {epochs} epochs take about {in_words(seconds)}", flush=True)
+            print(f"{text} of {epochs} epochs take about {duration(seconds)}", flush=True)
             return Plan(trials, epochs)
     raise InputError(
         f"--minutes {config.minutes:g}: {text} of {epochs} epochs need --minutes "
@@ -253,7 +253,7 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
             least = math.ceil(runs * min(epochs, FEWEST_EPOCHS) * limit / config.jobs / 60)
             raise InputError(
                 f"--minutes {config.minutes:g}: the first epoch of {arm.name} is not over after "
-                f"{in_words(limit)}; the race needs more than --minutes {least}"
+                f"{duration(limit)}; the race needs more than --minutes {least}"
             ) from None
         finally:
             timer.cancel()

@@ -165,6 +165,9 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch)
     console = resnet("--resume run --patience 1 --stop_at 0 --out other")
     assert "that of epoch 7 (--patience 1)" in console, "the best is chosen anew"
     assert len(ranks.metrics(here / "other")) == 8
+    console = resnet("--resume run --epochs 7 --best_by loss --patience 1")
+    assert len(ranks.metrics(here / "run")) == 7, "epochs that accuracy judged end no run of loss"
+    assert "chosen by loss" in reported(console)["best"]
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):

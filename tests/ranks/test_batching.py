@@ -209,6 +209,9 @@ def test_a_data_loader_takes_every_row_once_and_batches_grow_between_epochs():
         assert torch.equal(torch.cat(batches).sort().values, torch.arange(1000))
         assert all(sampler.loss_weight(step) == 1 for step in range(steps))
         sampler.end_epoch(1.0, 1.0)
+    other = DynamicBatchSampler(1000, 64, rule=Scheduled(64, at_milestones(8.0, [3])))
+    other.load_state_dict(sampler.state_dict())
+    assert other.size == 512, "another schedule holds from the epoch that comes"
 
 
 def test_a_loop_goes_on_in_the_middle_of_an_epoch():

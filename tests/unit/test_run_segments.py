@@ -32,31 +32,38 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
 
     flags = "--epochs 2 --label_noise 0.5 --no-nesterov --keep 3"
     console = run(resnet50_test, "--resume a", flags)
-    changes = "--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on)"
+    # the default of --warmup follows --epochs
+    warmer = "--warmup 0.2 (was 0.1)"
+    changes = f"--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on), {warmer}"
     assert line_of(console) == changes
     groups = checkpoint.load(here / "a")["optimizer"]["param_groups"]
     assert not any(group["nesterov"] for group in groups), "and what it says is so"
 
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
-    console = run(resnet50_test, "--resume a --out b --epochs 3")
-    assert line_of(console) == "--epoch 3 (was 2), commit bbb (was aaa)"
+    console = run(resnet50_test, "--resume a --out b --epochs 4")
+    last = "--epoch 4 (was 2), --warmup 0.4 (was 0.2), commit bbb (was aaa)"
+    assert line_of(console) == last
     segments = config_of("b")["segments"]
     assert [segment["changed"] for segment in segments] == [
         {},
-        {"--label_noise": [0.0, 0.5], "--epoch": [1, 2], "--nesterov": [True, False]},
-        {"--epoch": [2, 3]},
+        {
+            "--label_noise": [0.0, 0.5],
+            "--epoch": [1, 2],
+            "--nesterov": [True, False],
+            "--warmup": [0.1, 0.2],
+        },
+        {"--epoch": [2, 4], "--warmup": [0.2, 0.4]},
     ]
     assert [segment["after_epochs"] for segment in segments] == [0, 1, 2]
     assert [segment["commit"] for segment in segments] == ["aaa", "aaa", "bbb"]
     steps = [segment["after_steps"] for segment in segments]
     assert steps[0] == 0 < 2 * steps[1] == steps[2]
     assert describe_all(segments) == (
-        f"from step {steps[1] + 1} on: {changes}; "
-        f"from step {steps[2] + 1} on: --epoch 3 (was 2), commit bbb (was aaa)"
+        f"from step {steps[1] + 1} on: {changes}; from step {steps[2] + 1} on: {last}"
     )
     assert len(config_of("a")["segments"]) == 2, "the run that b began from stays as it is"
 
-    console = run(resnet50_test, "--resume b --epochs 4 --val_fraction 0.2")
+    console = run(resnet50_test, "--resume b --epochs 5 --val_fraction 0.2")
     assert "--val_fraction changed: the run has trained on some of the rows now held out" in console
 
 
