@@ -111,7 +111,7 @@ class NGD(GradScalerOptimizer):
         ValueError: a hyper-parameter is out of its range.
     """
 
-    own_ranges = {"rank": lambda rank: rank >= 1, "adamw_ratio": lambda ratio: ratio >= 0}
+    own_ranges = {"adamw_ratio": lambda ratio: ratio >= 0}
 
     def __init__(
         self,

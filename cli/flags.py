@@ -153,8 +153,8 @@ def shared_parser(
 # fmt: off
 def _add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add = parser.group("data")
-    add("--dataset", Choice(datasets), datasets[0], "data set; folder and csv are your own files "
-        "in --data_dir (docs/own_data.md)", common=True)
+    add("--dataset", Choice(datasets), datasets[0], "data set; "
+        f"{datasets[-1]} is your own files in --data_dir (docs/own_data.md)", common=True)
     add("--data_dir", path_text, path_text(os.environ.get("DATA_DIR") or "./data"), "folder of the "
         "data sets, into which missing ones are downloaded (default $DATA_DIR, else ./data)",
         metavar="DIR", scope=Scope.PLACE, common=True)

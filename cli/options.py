@@ -211,7 +211,8 @@ def run_path(args: Namespace, script: str) -> Path:
     folder = args.resume or args.out or run_folder.latest_run(script)
     if folder is None:
         raise InputError(
-            f"no run of {script} with a checkpoint below runs/; name its folder with --resume PATH"
+            f"no run of {script} with a checkpoint below runs/; name its folder with "
+            f"{'--resume' if args.checkpoint is None else '--checkpoint'} PATH"
         )
     return Path(folder)
 
@@ -251,10 +252,18 @@ def recipe_arguments(
     if not isinstance(entries, dict):
         raise InputError(f"{source}: must hold lines of 'flag: value'")
     arguments: list[str] = []
+    named: dict[str, str] = {}  # by the attribute of a flag, or our name of a setting
     try:
-        for name, value in entries.items():
-            words = flag_arguments(str(name), value, parser)
-            if parser.find(str(name).partition(".")[0]) not in without:
+        for key, value in entries.items():
+            name = str(key)
+            words = flag_arguments(name, value, parser)
+            flag = parser.find(name.partition(".")[0])
+            own = parser.own_name(f"--{name}")
+            if flag and "." not in name:
+                first = named.setdefault(own if own.endswith("=") else flag.dest, name)
+                if first != name:
+                    raise InputError(f"{first} and {name} are one flag; give one of them")
+            if flag not in without:
                 arguments += words
         parser.given(arguments)
     except InputError as error:

@@ -4,12 +4,15 @@ The model is not wrapped in DistributedDataParallel: SLAMB sends a tenth of its 
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from faster_training import SLAMB
 from torch import nn
 
+if "LOCAL_RANK" not in os.environ:
+    sys.exit(f"start it by torchrun --nproc-per-node 2 {sys.argv[0]}")
 local_rank, on_node = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 has_gpus = torch.cuda.device_count() >= on_node  # a GPU for each process
 dist.init_process_group("nccl" if has_gpus else "gloo")

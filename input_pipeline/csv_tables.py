@@ -108,7 +108,7 @@ class CsvTable:
 
     def describe_column(self, position: int) -> str:
         """Name a column by its number from 1 on and by its name in the header."""
-        name = f" ({self.header[position]})" if self.header else ""
+        name = f" ({' '.join(self.header[position].split())})" if self.header else ""
         return f"column {position + 1}{name}"
 
 
@@ -232,7 +232,12 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
         for number, row in enumerate(reader, 1):
             if not row or (least > 1 and not any(cell.strip() for cell in row)):
                 continue
-            columns = columns or max(least, len(row))
+            if is_empty and len(row) < least and not columns:
+                raise InputError(
+                    f"{path}, row {number}: has one column; label and text are separated by a "
+                    "comma, semicolon, tab or bar"
+                )
+            columns = columns or len(row)
             if len(row) != columns:
                 raise InputError(
                     f"{path}, row {number}: {len(row)} columns, expected {columns}; correct or "
@@ -260,7 +265,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line.rstrip())
+            value = json.loads(line.rstrip(), parse_constant=lambda name: None)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, row {number}: is not JSON ({error}); correct it") from None
         if not isinstance(value, dict):
@@ -279,7 +284,7 @@ def names_of_objects(path: Path) -> list[str]:
 def read_json_lines(path: Path, names: list[str]) -> Rows:
     """Yield the names of all objects as row 0, and the values of the object of each line.
 
-    Null, lists and objects are empty; other values that are no strings are as JSON writes them.
+    Null, NaN, lists and objects are empty; other values that are no strings are as in the file.
     """
 
     def cell(value: Any) -> str:

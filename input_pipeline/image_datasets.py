@@ -152,6 +152,11 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
     dataset_class = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
     folder = Path(data_dir) / TORCHVISION_FOLDERS[name]
     is_missing = not folder.is_dir() or not any(folder.iterdir())
+    if is_missing and (Path(data_dir) / "train").is_dir():
+        raise InputError(
+            f"{folder} is missing, and {data_dir} has train/: for images of your own add "
+            "--dataset folder, else give another --data_dir"
+        )
     dataset_splits, classes = {}, []
     for part in ("train", "test"):
         try:

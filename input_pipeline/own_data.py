@@ -245,7 +245,7 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
         labels: the class number of each row, by the name of the split.
     Returns:
         The lines of a table, shortened after 20 classes; and a line for each split that lacks some
-        of the classes; and one where many names look like several labels.
+        of the classes; and one where names are nearly alike, or many look like several labels.
     """
     counts = {split: Counter(labels[split]) for split in SPLIT_NAMES if split in labels}
     lines = [f"{'class':>20}" + "".join(f"{split:>10}" for split in counts)]
@@ -262,6 +262,9 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
                 f"warning: the {split} split has no row of {len(missing)} of the {len(classes)} "
                 f"classes: {list_names(missing)}"
             )
+    keys = [name.casefold().removesuffix(".0") for name in classes]
+    if alike := [name for name, key in zip(classes, keys) if keys.count(key) > 1]:
+        lines.append(f"warning: classes that differ in case or in .0 only: {list_names(alike)}")
     if len(several := combined_labels(classes)) > MANY * len(classes):
         lines.append(
             f"warning: {len(several)} of the {len(classes)} classes look like several labels, such "

@@ -275,8 +275,13 @@ def download_agnews(folder: Path, file: str) -> None:
     """Download one AG News file with a progress bar and verify its checksum.
 
     Raises:
-        InputError: the download failed; the message says how to go on without a network.
+        InputError: the download failed, or the folder is that of own texts.
     """
+    if (folder.parent / "train.csv").exists():
+        raise InputError(
+            f"{folder} is missing, and {folder.parent} has train.csv: for texts of your own add "
+            "--dataset csv, else give another --data_dir"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         urllib.request.urlopen(AGNEWS_URL + file, timeout=20).close()  # torch has no time limit

@@ -3,6 +3,7 @@
 A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.md.
 """
 
+import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,9 +15,10 @@ from torch import Tensor
 RANGES: dict[str, Callable[[Any], bool]] = {
     "lr": lambda lr: lr >= 0,
     "momentum": lambda momentum: 0 <= momentum < 1,
-    "betas": lambda betas: all(0 <= beta < 1 for beta in betas),
+    "betas": lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
     "eps": lambda eps: eps >= 0,
     "weight_decay": lambda decay: decay >= 0,
+    "rank": lambda rank: isinstance(rank, int) and rank >= 1,
 }
 """Whether a value is in the range of a hyper-parameter that several optimizers have."""
 
@@ -25,8 +27,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """An optimizer that checks its hyper-parameters; subclasses implement `_apply_step`.
 
     Raises:
-        ValueError: a hyper-parameter of a group is out of its range, or a group is on several
-            devices.
+        ValueError: a hyper-parameter of a group is out of its range, a group is complex or on
+            several devices, or a gradient is sparse.
     """
 
     own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
@@ -46,15 +48,19 @@ class CheckedOptimizer(torch.optim.Optimizer):
         if group.get("maximize"):
             raise ValueError(f"{type(self).__name__}: maximize is not there; negate the loss")
         for setting, is_in_range in (RANGES | self.own_ranges).items():
-            if setting in group and not is_in_range(group[setting]):
-                name = type(self).__name__
-                raise ValueError(f"{name}: {setting}={group[setting]} is out of its range")
-        super().add_param_group(param_group)
-        devices = {parameter.device for parameter in self.param_groups[-1]["params"]}
-        if self.needs_one_device and len(devices) > 1:
-            del self.param_groups[-1]
+            with contextlib.suppress(TypeError):  # of a value that is no number
+                if setting not in group or is_in_range(group[setting]):
+                    continue
             name = type(self).__name__
-            raise ValueError(f"{name}: a group on several devices; give one for each")
+            raise ValueError(f"{name}: {setting}={group[setting]!r} is out of its range")
+        super().add_param_group(param_group)
+        parameters = self.param_groups[-1]["params"]
+        devices = {parameter.device for parameter in parameters}
+        several = self.needs_one_device and len(devices) > 1
+        if several or any(parameter.is_complex() for parameter in parameters):
+            del self.param_groups[-1]
+            what = "on several devices; give one for each" if several else "with complex numbers"
+            raise ValueError(f"{type(self).__name__}: a group {what}")
 
     def remake(self, made_of: Callable[[], Sequence[Any]], make: Callable[[], None]) -> None:
         """Calls `make` where the objects or whole numbers are others than after the last call.
@@ -84,7 +90,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._apply_step()
+        try:
+            self._apply_step()
+        except RuntimeError as error:
+            if any(p.grad is not None and p.grad.is_sparse for p in self.held()):
+                name = type(self).__name__
+                raise ValueError(f"{name} takes no sparse gradients: sparse=False") from error
+            raise
         return loss
 
 

@@ -92,7 +92,6 @@ class KaldiNGD(GradScalerOptimizer):
     """
 
     own_ranges = {
-        "rank": lambda rank: rank >= 1,
         "alpha": lambda alpha: alpha > 0,
         "eta": lambda eta: 0 < eta < 1,
         "update_period": lambda period: period >= 1,

@@ -262,12 +262,13 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """Plain values, the same on all ranks.
 
         Args:
-            steps_done: in the current epoch, so that a resumed run begins with the step after them.
-                A data loader reads ahead, so only the loop can know.
+            steps_done: of the last iteration, as `enumerate(loader)` counts; a resumed run begins
+                with the step after them. A data loader reads ahead, so only the loop can know.
         """
         rule = self.rule
         return {
-            "first_step": steps_done,
+            "rows": len(self.order),
+            "first_step": self.first_step + steps_done,
             "base": self.base,
             "size": self.size,
             "shares": list(self.shares),
@@ -303,7 +304,8 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
             self.balancer.load_state_dict(state)
             same_size = sum(state["shares"]) == self.size
             self.shares = list(state["shares"]) if same_size else self.share_out(self.size)
-        self.first_step = state.get("first_step", 0) * state["size"] // self.size
+        same_rows = state.get("rows", len(self.order)) == len(self.order)  # else an epoch anew
+        self.first_step = state.get("first_step", 0) * state["size"] // self.size * same_rows
 
 
 def this_world() -> World:

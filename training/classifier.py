@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Classifier:
             batch_size: samples that are computed together.
         Raises:
             InputError: an image cannot be read, or is another kind of array.
-            TypeError: the samples are a single text, path or array.
+            TypeError: the samples are no list, or one of them is no text.
         """
         likely = self.probabilities(samples, batch_size=batch_size).argmax(1)
         return [self.classes[number] for number in likely.tolist()]
@@ -77,7 +77,7 @@ class Classifier:
 
         Args, raises: see `predict`.
         """
-        if isinstance(samples, str | os.PathLike):
+        if isinstance(samples, str | Mapping) or not hasattr(samples, "__len__"):
             raise TypeError("give a list of samples, also of a single one")
         shape: tuple[int, ...] = getattr(samples, "shape", ())
         if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
@@ -105,6 +105,8 @@ def _text_classifier(
         model = transformer.Transformer(tokenizer.get_vocab_size(), classes, **sizes)
 
     def prepare(texts: Sequence[str]) -> Tensor:
+        if strange := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"{strange[0]!r} is not a text")
         settings = {"max_len": state["max_len"], "pad": state["pad"]}
         return text_batches.encode_texts(texts, tokenizer, **settings).to(device)
 

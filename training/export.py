@@ -10,6 +10,7 @@ The file also says what its numbers mean: in .pt2 in the extra file metadata.jso
 import io
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def _export_pt2(
     """Write a program of torch.export; returns the logits that it computes when it is read."""
     program = torch.export.export(model, (example,), dynamic_shapes=(sizes,))
     content = io.BytesIO()  # torch's own writer ends the process on a full disk
-    torch.export.save(program, content, extra_files={PT2_METADATA: json.dumps(metadata)})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor found")  # of weights on a GPU
+        torch.export.save(program, content, extra_files={PT2_METADATA: json.dumps(metadata)})
     path.write_bytes(content.getvalue())
     return torch.export.load(path).module()(example)
 

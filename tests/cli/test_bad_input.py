@@ -76,6 +76,13 @@ def test_failed_download_can_be_tried_again(refused: Refused) -> None:
         refused("images", "--dataset mnist --data_dir none", "could not be downloaded")
 
 
+def test_a_data_set_is_not_downloaded_into_own_data(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    refused("images", "--dataset cifar10 --data_dir mine", "add --dataset folder")
+    (tmp_path / "mine" / "train.csv").touch()
+    refused("texts", "--dataset agnews --data_dir mine", "add --dataset csv")
+
+
 def test_nothing_is_written_where_the_input_is_wrong(refused, tmp_path):
     refused("images", "--bs 2000 --out made", "--bs 2000")
     refused("texts", "--heads 3 --out made", "width=8 must be divisible by heads=3")

@@ -171,11 +171,13 @@ WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that o
     ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
     # rows that are no rows
     ("ham,a\nspam,b\nham,one,two\n", "", "train.csv, row 3: 3 columns, expected 2"),
+    ("# mine\nham,a\nspam,b\n", "", "train.csv, row 1: has one column"),
     (f'{TRAIN}ham,"never closed\n', "", "train.csv"),
     ({"test__csv": ""}, "", "test.csv is empty"),
     ({"train__jsonl": "{\n"}, "", "train.jsonl, row 1: is not JSON (Expecting"),
     ({"train__jsonl": "[" * 100_000}, "", "train.jsonl, row 1: is not JSON"),
     ({"train__jsonl": '{"label": 1, "text": "a"}\n{"text": "b"}\n'}, "", "row 2: the label ("),
+    ({"train__jsonl": '{"label": NaN, "text": "a"}\n'}, "", "row 1: the label ("),
     # files that do not fit each other
     ("label,text\na,b\nc,d\n", "", "test.csv: there is no column text (columns: ham, Hello"),
     ({"test__csv": "ham,a\neggs,b\n"}, "", "test.csv, row 2: label 'eggs' is out of range"),
@@ -396,6 +398,8 @@ def test_classes_that_join_several_labels_are_named():
     for names in (("a|b", "c"), ("New York, NY", "Albany, NY", "x"), ("A", "A+", "B", "B+")):
         assert not warned(*names), names
     assert not warned("a|b", *map(str, range(20)), "a", "b"), "one of many"
+    table = own_data.class_table(["Spam", "1", "spam", "1.0", "ham"], {"train": range(5)})
+    assert table[-1].endswith("in case or in .0 only: Spam, 1, spam, 1.0")
 
 
 def test_names_in_two_forms_are_one_class(tmp_path):

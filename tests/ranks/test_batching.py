@@ -226,6 +226,9 @@ def test_a_loop_goes_on_in_the_middle_of_an_epoch():
     resumed.load_state_dict(state)
     assert len(resumed) == len(batches) - 3
     assert list(resumed) == batches[3:]
+    again = DynamicBatchSampler(1000, 64, rule=ByLoss(window=2), seed=5)
+    again.load_state_dict(resumed.state_dict(steps_done=2))
+    assert list(again) == batches[5:], "the second time in one epoch"
     smaller = DynamicBatchSampler(1000, 16)
     smaller.load_state_dict(state)
     assert len(smaller) == 63 - 3 * whole.size // 16, "after as many rows"

@@ -30,6 +30,8 @@ WRONG_RECIPES = [
     (b"[" * 3000, "not YAML"),
     (b"lr: 0.1\nepochs: 2\nlr: 0.2\n", "lr is given twice"),
     (b"opt_args: {rank: 4, rank: 8}", "rank is given twice"),
+    (b"batch_size: 8\nbs: 4", "batch_size and bs are one flag"),
+    (b"ngd: true\noptimizer: sgd", "ngd and optimizer are one flag"),
     (ALIAS_BOMB, "is neither a value nor a list"),
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),

@@ -383,10 +383,10 @@ def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name):
 MOMENTUM = {"momentum": 1.0}
 OUT_OF_RANGE: dict[str, dict[str, Any]] = {
     "ngd": {"rank": 0, "adamw_ratio": -1.0, "betas": (0.9, 1.0), "eps": -1.0, **MOMENTUM},
-    "kaldi_ngd": {"rank": 0, "alpha": 0.0, "eta": 1.0, "update_period": 0, **MOMENTUM},
-    "lamb": {"eps": -1.0},
+    "kaldi_ngd": {"rank": 2.5, "alpha": 0.0, "eta": 1.0, "update_period": 0, **MOMENTUM},
+    "lamb": {"eps": -1.0, "betas": (0.9,)},
     "lars": MOMENTUM,
-    "muon": MOMENTUM,
+    "muon": {"lr": "0.1", **MOMENTUM},
 }
 
 
@@ -398,3 +398,9 @@ def test_a_setting_out_of_range_is_refused(name):
         with pytest.raises(ValueError, match=f"{type(optimizer).__name__}: {setting}="):
             optimizer.add_param_group({"params": [weight(3, 3)], setting: value})
         assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="complex"):
+        optimizer.add_param_group({"params": [torch.zeros(3, 3, dtype=torch.complex64)]})
+    [parameter] = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.zeros_like(parameter).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
