@@ -263,7 +263,8 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
                 f"classes: {list_names(missing)}"
             )
     keys = [name.casefold().removesuffix(".0") for name in classes]
-    if alike := [name for name, key in zip(classes, keys) if keys.count(key) > 1]:
+    with_key = Counter(keys)
+    if alike := [name for name, key in zip(classes, keys) if with_key[key] > 1]:
         lines.append(f"warning: classes that differ in case or in .0 only: {list_names(alike)}")
     if len(several := combined_labels(classes)) > MANY * len(classes):
         lines.append(
