@@ -4,7 +4,8 @@
     args, checkpoint = parse(parser, script="resnet50_test")
 
 A value comes from the command line, else from --recipe, else from the checkpoint of --resume, else
-from the default.
+from the default. --warmup and --nesterov of the checkpoint that are the defaults there follow the
+flags of the resume, as defaults do.
 """
 
 import json
@@ -104,7 +105,7 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, 
     if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
-    usual = computed_defaults(flags, parser)  # follow --epochs, --lr_schedule and --momentum anew
+    usual = computed_defaults(flags, parser)
     return restored | {
         name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]
     }

@@ -149,9 +149,12 @@ def name_of(folder: Path) -> str:
 def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
-        flags, rows = read_config(folder)["flags"], [json.loads(line) for line in row_lines(folder)]
-        limits = flags.get("patience", 0), flags.get("stop_at", 0.0)
-        ended_early = EarlyStop(chosen_by(flags, rows), *limits).reason(rows)
+        config, rows = read_config(folder), [json.loads(line) for line in row_lines(folder)]
+        flags = config["flags"]
+        early_stop = EarlyStop(
+            chosen_by(flags, rows), flags.get("patience", 0), flags.get("stop_at", 0.0)
+        )
+        ended_early = early_stop.reason(rows, since=num_judged_otherwise(config))
         return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
     except (InputError, IndexError, KeyError, ValueError):
         return False
@@ -232,7 +235,8 @@ class ReportedRun:
 
     def best_row(self) -> Mapping[str, Any] | None:
         """The row of the first of the best epochs; None where none was evaluated."""
-        return best_row(self.rows, chosen_by(self.flags, self.rows))
+        rivals = self.rows[num_judged_otherwise(self.config) :]
+        return best_row(rivals, chosen_by(self.flags, self.rows))
 
 
 def read_run(folder: Path, name: str = "") -> ReportedRun:
@@ -289,6 +293,12 @@ def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
     eval_set = "val" if "val_accuracy" in last else "test"
     metric = flags.get("best_by")
     return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
+
+
+def num_judged_otherwise(config: Mapping[str, Any]) -> int:
+    """Return how many epochs another --best_by judged, before a resume."""
+    segments = config.get("segments", [])
+    return max((s["after_epochs"] for s in segments if "--best_by" in s["changed"]), default=0)
 
 
 def epochs_to(target: float, rows: Sequence[Row]) -> float:

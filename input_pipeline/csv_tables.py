@@ -284,7 +284,7 @@ def names_of_objects(path: Path) -> list[str]:
 def read_json_lines(path: Path, names: list[str]) -> Rows:
     """Yield the names of all objects as row 0, and the values of the object of each line.
 
-    Null, NaN, lists and objects are empty; other values that are no strings are as in the file.
+    Null, NaN, lists and objects are empty; other values but strings are as JSON writes them.
     """
 
     def cell(value: Any) -> str:

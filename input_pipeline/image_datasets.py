@@ -29,6 +29,7 @@ from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.own_data import (
     LeftOut,
+    find_splits,
     is_hidden,
     is_used,
     list_files,
@@ -152,9 +153,9 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
     dataset_class = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
     folder = Path(data_dir) / TORCHVISION_FOLDERS[name]
     is_missing = not folder.is_dir() or not any(folder.iterdir())
-    if is_missing and (Path(data_dir) / "train").is_dir():
+    if is_missing and "train" in (own := find_splits(Path(data_dir))):
         raise InputError(
-            f"{folder} is missing, and {data_dir} has train/: for images of your own add "
+            f"{folder} is missing, and there is {own['train']}: for images of your own add "
             "--dataset folder, else give another --data_dir"
         )
     dataset_splits, classes = {}, []

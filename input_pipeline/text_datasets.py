@@ -38,6 +38,7 @@ from input_pipeline.csv_tables import (
 )
 from input_pipeline.own_data import (
     expand_files,
+    find_splits,
     list_names,
     needed_splits,
     normal_form,
@@ -277,9 +278,9 @@ def download_agnews(folder: Path, file: str) -> None:
     Raises:
         InputError: the download failed, or the folder is that of own texts.
     """
-    if (folder.parent / "train.csv").exists():
+    if "train" in (own := find_splits(folder.parent, SUFFIXES)):
         raise InputError(
-            f"{folder} is missing, and {folder.parent} has train.csv: for texts of your own add "
+            f"{folder} is missing, and there is {own['train']}: for texts of your own add "
             "--dataset csv, else give another --data_dir"
         )
     try:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ RANGES: dict[str, Callable[[Any], bool]] = {
     "betas": lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
     "eps": lambda eps: eps >= 0,
     "weight_decay": lambda decay: decay >= 0,
-    "rank": lambda rank: isinstance(rank, int) and rank >= 1,
+    "rank": lambda rank: isinstance(rank, Integral) and int(rank) >= 1,
 }
 """Whether a value is in the range of a hyper-parameter that several optimizers have."""
 

@@ -109,10 +109,12 @@ class Progress:
         """Count an epoch as done; returns the best epoch before, or None if this is not the best.
 
         Args:
-            chosen_by: column of the row that chooses the best epoch.
+            chosen_by: column of the row that chooses the best epoch. A resumed run with another one
+                does not compare its epochs with those before.
         """
         best = self.best
-        rivals = self.rows[max(best["epoch"] - 1, self.since) : best["epoch"]]
+        is_comparable = best.get("chosen_by") == chosen_by
+        rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
         self.rows.append(row)
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
         if best_row([*rivals, row], chosen_by) is not row:

@@ -79,7 +79,7 @@ def test_failed_download_can_be_tried_again(refused: Refused) -> None:
 def test_a_data_set_is_not_downloaded_into_own_data(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "mine" / "train").mkdir(parents=True)
     refused("images", "--dataset cifar10 --data_dir mine", "add --dataset folder")
-    (tmp_path / "mine" / "train.csv").touch()
+    (tmp_path / "mine" / "train.jsonl").touch()
     refused("texts", "--dataset agnews --data_dir mine", "add --dataset csv")
 
 

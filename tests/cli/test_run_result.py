@@ -17,7 +17,7 @@ import resnet50_test
 from conftest import for_each, run
 from figures.run_logs import read_run
 from training import checkpoint, evaluation
-from training.progress import EarlyStop
+from training.progress import EarlyStop, Progress
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
@@ -168,6 +168,9 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch)
     console = resnet("--resume run --epochs 7 --best_by loss --patience 1")
     assert len(ranks.metrics(here / "run")) == 7, "epochs that accuracy judged end no run of loss"
     assert "chosen by loss" in reported(console)["best"]
+    assert read_run(here / "run").best_row()["epoch"] == 7, "also in a report"
+    progress = Progress(best={"epoch": 1, "chosen_by": "a"}, rows=[{"epoch": 1, "a": 0.9}], since=1)
+    assert progress.end_epoch({"epoch": 2, "a": 0.1}, "a") is None, "after there and back"
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):
