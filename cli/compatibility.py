@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import ON, Not, Values, conditions_in_words, holds
 from cli.flags import WIRE_BITS
-from distributed.comm_hooks import ROUNDED_BITS
 from errors import InputError
 
 SHARDED = {"parallel": ("fsdp", "hsdp")}
@@ -18,10 +17,11 @@ APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
+NOT_RECORDED_MIXING = {"mixup": Not(("none", "mixup", "intra", "attention"))}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
-MEETING = {"sync": ("local", "diloco")}
+MEETING = {"sync": Not(("sync", "lag"))}
 META = {"mixup": ("meta",)}
-CORRECTED = {"grad_compress": ("powersgd", *ROUNDED_BITS)}
+CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
 COMPRESSED = {"grad_compress": ON}
 NOISE = ({"noise_scale": ON}, {"dynamic_batch": ("noise",)})
 EXCHANGES = (OWN_EXCHANGE, MEETING)
@@ -57,7 +57,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
                  {"backend": Not(("eager",))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
-    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, META, {"mixup": ("cutmix",)}],
+    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, NOT_RECORDED_MIXING],
      "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
      "sgd, adamw, ngd, lamb or lars"),
     ([GRAPH], [{"sync": ("diloco",)}], "the host counts its steps; use --backend compile"),

@@ -47,7 +47,6 @@ from mixup import MetaMixup
 from models import activation_checkpointing, fusion, pretrained
 from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
-from optimizers.param_groups import optimizer_groups
 from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
@@ -327,7 +326,7 @@ def create_optimizer(
     name = args.optimizer
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
-    groups = optimizer_groups(name, model, args.weight_decay)
+    groups = optimizers[name].groups(model, args.weight_decay)
     if args.layer_decay < 1:
         groups = pretrained.decay_layers(model, groups, args.layer_decay)
     choice = optimizers[name]
@@ -429,14 +428,14 @@ def create_batch_sampler(
         with refused_as("--batch_args"):
             low, high = dynamic_batch.batch_limits(
                 base,
-                low=settings.pop("min"),
-                high=settings.pop("max"),
+                low=settings.pop("min", None),
+                high=settings.pop("max", None),
                 smallest=MIN_RANK_ROWS * world.size,
                 rows=rows,
                 shrinks=kind == "decrease",
             )
             replaces_decay = settings.get("replace_decay", False)
-            power = dynamic_batch.lr_power(settings.pop("lr"), replace_decay=replaces_decay)
+            power = dynamic_batch.lr_power(settings.pop("lr", "none"), replace_decay=replaces_decay)
             if rule is dynamic_batch.Scheduled:
                 growth = dynamic_batch.schedule_growth(
                     args.batch_milestones,

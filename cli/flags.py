@@ -44,8 +44,10 @@ from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
+from input_pipeline.own_data import DATASETS
 from mixup import MetaMixup, mixup
 from optimizers import schedules
+from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule
 from training import export, predictions
 from training.evaluation import METRIC_NAMES
@@ -84,23 +86,17 @@ def label_noise(text: str) -> float | str:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """A value of --optimizer.
+    """A value of --optimizer."""
 
-    Attributes:
-        make: called as make(parameter_groups, lr=..., **settings).
-        flags: its own, by the names of its parameters.
-        lr, weight_decay, nesterov, momentum: where the command line does not give them.
-        own: its settings of --opt_args.
-    """
-
-    make: Callable[..., torch.optim.Optimizer]
-    flags: Sequence[str] = ()
+    make: Callable[..., torch.optim.Optimizer]  # called as make(groups, lr=..., **settings)
+    flags: Sequence[str] = ()  # its own, by the names of its parameters
     _: KW_ONLY
-    lr: float
+    lr: float  # of this and the next three: where the command line does not give them
     weight_decay: float
     nesterov: bool = False
     momentum: float = 0.9
-    own: Sequence[str] = ()
+    own: Sequence[str] = ()  # its settings of --opt_args
+    groups: Callable[..., list[dict[str, Any]]] = decay_groups  # called as groups(model, decay)
 
 
 def by_optimizer(optimizers: Mapping[str, OptimizerChoice], name: str) -> str:
@@ -153,8 +149,9 @@ def shared_parser(
 # fmt: off
 def _add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add = parser.group("data")
+    own_name = next(name for name in datasets if name in DATASETS)
     add("--dataset", Choice(datasets), datasets[0], "data set; "
-        f"{datasets[-1]} is your own files in --data_dir (docs/own_data.md)", common=True)
+        f"{own_name} is your own files in --data_dir (docs/own_data.md)", common=True)
     add("--data_dir", path_text, path_text(os.environ.get("DATA_DIR") or "./data"), "folder of the "
         "data sets, into which missing ones are downloaded (default $DATA_DIR, else ./data)",
         metavar="DIR", scope=Scope.PLACE, common=True)

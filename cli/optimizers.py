@@ -10,6 +10,7 @@ from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
 from optimizers.muon import Muon
+from optimizers.param_groups import ngd_groups
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
@@ -21,7 +22,12 @@ def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
     """All optimizers, by their name; `lr` has the default learning rate of each."""
     sgd = partial(OptimizerChoice, flags=MOMENTUM, weight_decay=5e-4, nesterov=True)
     whitened = partial(
-        OptimizerChoice, flags=MOMENTUM + ADAM, weight_decay=0.05, nesterov=True, momentum=0.6
+        OptimizerChoice,
+        flags=MOMENTUM + ADAM,
+        weight_decay=0.05,
+        nesterov=True,
+        momentum=0.6,
+        groups=ngd_groups,
     )
     kaldi = ("rank", "alpha", "eta", "update_period", "max_dim")
     lamb = partial(OptimizerChoice, weight_decay=0.01)

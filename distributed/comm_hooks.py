@@ -2,6 +2,8 @@
 
     hook = DelayedAllReduce(world)       # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
     wrapped.register_comm_hook(None, hook.run)     # wrapped: a DistributedDataParallel
+    hook.start(parameters)                         # hook.after_step(parameters) after each step,
+                                                   # hook.sync_replicas(parameters) at the end
 
 Each hook counts its payload into `world.traffic`; its `state_dict` holds what a resumed run
 needs. To add one, subclass `AllReduceHook`: it declares everything that the training loop asks of a

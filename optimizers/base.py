@@ -80,6 +80,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         states = [self.state.get(p, {}) for p in parameters]
         return [*parameters, *(state.get(name) for name in names for state in states)]
 
+    @torch._disable_dynamo  # torch's compiler would trace what `remake` keeps
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one step.
@@ -115,6 +116,7 @@ class GradScalerOptimizer(CheckedOptimizer):
     found_inf: Tensor | None = None  # (), greater than 0 where the step must be skipped
     grad_scale: Tensor | float | None = 1.0  # (); a GradScaler multiplies this default by its scale
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one step, see `CheckedOptimizer.step`."""

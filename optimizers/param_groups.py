@@ -9,13 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def optimizer_groups(name: str, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the groups of a model's parameters for a value of --optimizer."""
-    if name in ("ngd", "muon"):
-        return ngd_groups(model, weight_decay)
-    return decay_groups(model, weight_decay)
-
-
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the parameters into a group with weight decay and one without.
 

@@ -19,6 +19,7 @@ from dynamic_batch import (
     ByLoss,
     ByNoise,
     NoiseScale,
+    Rule,
     Scheduled,
     WorkerBalancer,
     at_milestones,
@@ -26,6 +27,7 @@ from dynamic_batch import (
 )
 from mixup import MetaMixup
 from ngd import NGD
+from optimizers.base import GradScalerOptimizer
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
@@ -47,11 +49,13 @@ __all__ = [
     "DelayedAllReduce",
     "DiLoCo",
     "DynamicBatchSampler",
+    "GradScalerOptimizer",
     "KaldiNGD",
     "LocalSGD",
     "MetaMixup",
     "NoiseScale",
     "RoundedGradients",
+    "Rule",
     "Scheduled",
     "WorkerBalancer",
     "World",

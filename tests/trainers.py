@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import resnet50_test
 from benchmarks.trainers import FP32, step_trainer
 from models.transformer import Transformer
-from optimizers.param_groups import optimizer_groups
 
 __all__ = ["FP32", "build_optimizer", "make_trainer"]
 
@@ -27,8 +26,8 @@ def build_optimizer(
     model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
-    groups = optimizer_groups(name, model, weight_decay)
-    return resnet50_test.OPTIMIZERS[name].make(groups, lr=lr, **settings)
+    choice = resnet50_test.OPTIMIZERS[name]
+    return choice.make(choice.groups(model, weight_decay), lr=lr, **settings)
 
 
 def trainer_of(model: nn.Module, world: Any, **settings: Any) -> Any:

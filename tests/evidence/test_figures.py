@@ -122,7 +122,10 @@ def test_recipes_say_what_their_logs_show_or_that_they_have_none():
         comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
         header = " ".join(comments)
         reported = MEASURED.findall(header)
-        assert reported or "Not run to its end yet" in header, path
+        assert reported or "Not run to its end yet" in header, (
+            f"{path}: its header lacks 'NN.NN % (figures/logs/GROUP.jsonl: NAME)', or 'Not run to "
+            "its end yet'"
+        )
         for value, _, group, name in reported:
             folders = [run for run in LOGGED if run.parent.name == group]
             values = run_logs.last(run_logs.by_name(folders)[name], run_logs.accuracy)
