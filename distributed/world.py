@@ -178,7 +178,7 @@ class World:
 
 
 class StopVote:
-    """Whether any rank wants to stop; agreed a step late, so that asking never waits.
+    """What the rank that wants most wants; agreed a step late, so that asking never waits.
 
     Call `ask` once a step on every rank; the answer is the same on all of them.
     """
@@ -187,27 +187,27 @@ class StopVote:
         self.world = world
         self.pending: tuple[dist.Work, Tensor] | None = None
 
-    def ask(self, wants_to_stop: bool) -> bool:
-        """Hand in this rank's vote; returns whether any rank wanted to stop at the vote before.
+    def ask(self, wish: int) -> int:
+        """Hand in this rank's wish, 0 for none; returns the largest one of the vote before.
 
         The wish must be repeated at each call until the ranks agree.
         """
         if self.world.size == 1:
-            return wants_to_stop
+            return wish
         agreed = self.finish()
-        box = torch.tensor(int(wants_to_stop))
+        box = torch.tensor(int(wish))
         work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = work, box
         return agreed
 
-    def finish(self) -> bool:
+    def finish(self) -> int:
         """The result of the last vote; afterwards nothing is pending."""
         if self.pending is None:
-            return False
+            return 0
         work, box = self.pending
         self.pending = None
         work.wait()
-        return bool(box)
+        return int(box)
 
 
 # -------------------------------------------------------------------- set-up

@@ -37,7 +37,7 @@ class StepTotals(NamedTuple):
     skipped_in_a_row: float  # steps up to the last one that were not finite
 
 
-COUNTERS = 2  # the last fields, which count steps, are alike on all ranks
+COUNTERS = 2  # the last fields, which count steps: alike on all ranks but where these train apart
 
 
 class StepSums:
@@ -68,9 +68,10 @@ class StepSums:
         self.values[:-1] = 0
 
     def totals(self, world: World) -> StepTotals:
-        """Sums over all ranks; one all-reduce."""
+        """Sums over all ranks, and the mean of the counters; two all-reduces."""
         values = self.values.clone()
         world.sum(values[:-COUNTERS])
+        world.sum(values[-COUNTERS:]).div_(world.size)
         return StepTotals(*values.tolist())
 
     def read(self) -> StepTotals:

@@ -15,6 +15,7 @@ Sums of loss and accuracy stay on the device: the host waits for a GPU every 20 
 """
 
 import contextlib
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -51,6 +52,7 @@ from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, 
 from training.weight_average import WeightAverage
 
 MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
+DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
@@ -132,7 +134,7 @@ class Trainer:
             make_capturable(self.optimizer)
         decay = config.average_decay
         self.average = WeightAverage(self.model, decay) if decay else None
-        self.vote = StopVote(world)
+        self.vote, self.has_diverged = StopVote(world), False
         self.num_skipped, self.sound_statistics = 0, self.copied_statistics()
         self.unsaved: set[str] = set()  # of 'last' and 'best', what the last save failed to write
 
@@ -240,17 +242,25 @@ class Trainer:
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
                 if self.config.save_every and progress.step % self.config.save_every == 0:
-                    totals = self.sums.read()  # a GPU has done its steps
+                    skipped = int(self.sums.read().skipped)  # a GPU has done its steps
                     self.clock.add_elapsed()
-                    self.guard_statistics(int(totals.skipped))
-                    if not totals.skipped_in_a_row:  # else a return would find diverged weights
+                    self.guard_statistics(skipped)
+                    if not self.sums.totals(
+                        self.world
+                    ).skipped_in_a_row:  # else a return would find diverged weights
                         train_state.save(self)
                     self.clock.start()
-                if self.vote.ask(bool(signals)):
+                agreed = self.vote.ask(DIVERGED if self.has_diverged else bool(signals))
+                if agreed == DIVERGED:
+                    raise Diverged
+                if agreed:
                     self.interrupt()
             self.log_progress(bar)
         self.clock.add_elapsed()
-        return self.vote.finish()
+        agreed = self.vote.finish()
+        if agreed == DIVERGED:
+            raise Diverged
+        return bool(agreed)
 
     # ---------------------------------------------------------------- one step
 
@@ -356,10 +366,10 @@ class Trainer:
         return sums
 
     def optimizer_step(self, step_sums: StepSums) -> None:
-        """Unscale, clip, step, clear; all ranks skip a step with a non-finite gradient.
+        """Unscale, clip, step, clear; a step with a non-finite gradient is skipped.
 
         The host does not wait to hear of it. Gradients are averaged already, so a non-finite one on
-        any rank is non-finite on all. Where replicas diverge, the ranks tell each other.
+        any rank is non-finite on all. Ranks that train apart clip and skip each for itself.
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
@@ -368,10 +378,8 @@ class Trainer:
         if self.is_sharded:
             norm = norm.full_tensor()  # type: ignore[attr-defined]
         skip = ~torch.isfinite(norm)
-        if self.replicas_diverge and self.communicating is None:
-            skip = self.world.sum(skip.float()) > 0
         if self.config.max_grad_norm:
-            if self.replicas_diverge:  # the root of the mean square over the ranks
+            if self.communicating is not None:  # the root of the mean square over the ranks
                 norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
             factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor)
@@ -432,11 +440,11 @@ class Trainer:
             row |= self.communicating.epoch_metrics()
         if self.meta_learner is not None:
             row |= self.meta_learner.end_epoch()
-        row["skipped_steps"] = int(totals.skipped)
+        row["skipped_steps"] = math.ceil(totals.skipped)
         if totals.skipped:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
             self.log.info(
-                f"warning: {int(totals.skipped)} of {progress.step_in_epoch} steps of epoch "
+                f"warning: {row['skipped_steps']} of {progress.step_in_epoch} steps of epoch "
                 f"{row['epoch']} were skipped, since a gradient was not finite{why}"
             )
         meter, timer = self.noise_meter, self.compute_timer
@@ -517,10 +525,11 @@ class Trainer:
         """Show the sums so far, and stop a series of non-finite steps.
 
         Raises:
-            Diverged: too many steps in a row were not finite.
+            Diverged: too many steps in a row were not finite, on all ranks.
         """
         totals = self.sums.read()
-        if totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        self.has_diverged = totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
+        if self.has_diverged and not self.comm_hook.replicas_diverge:
             raise Diverged
         self.guard_statistics(int(totals.skipped))
         if totals.samples:
@@ -599,6 +608,7 @@ class Trainer:
             self.log.info(content["warning"])
         self.restore(content)
         self.sums.skipped_in_a_row.zero_()
+        self.has_diverged = False
 
     def interrupt(self) -> None:
         """Write last.pt and leave.
