@@ -235,7 +235,7 @@ class ReportedRun:
 
     def best_row(self) -> Mapping[str, Any] | None:
         """The row of the first of the best epochs; None where none was evaluated."""
-        rivals = self.rows[num_judged_otherwise(self.config) :]
+        rivals = self.rows[num_judged_otherwise(self.config) :] or self.rows
         return best_row(rivals, chosen_by(self.flags, self.rows))
 
 

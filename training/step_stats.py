@@ -80,7 +80,7 @@ class StepSums:
 
     def load_merged(self, values: Sequence[Tensor], world: World) -> None:
         """Go on from the sums of another number of ranks: rank 0 takes them all."""
-        self.values.copy_(values[0])
+        self.values.copy_(torch.stack(list(values)).mean(0))
         self.values[:-COUNTERS] = sum(each[:-COUNTERS] for each in values) if world.is_main else 0
 
 

@@ -245,22 +245,25 @@ class Trainer:
                     skipped = int(self.sums.read().skipped)  # a GPU has done its steps
                     self.clock.add_elapsed()
                     self.guard_statistics(skipped)
-                    if not self.sums.totals(
-                        self.world
-                    ).skipped_in_a_row:  # else a return would find diverged weights
+                    totals = self.sums.totals(self.world)
+                    if not totals.skipped_in_a_row:  # else a return would find diverged weights
                         train_state.save(self)
                     self.clock.start()
-                agreed = self.vote.ask(DIVERGED if self.has_diverged else bool(signals))
+                agreed = self.vote.ask(self.wish(signals))
                 if agreed == DIVERGED:
                     raise Diverged
                 if agreed:
                     self.interrupt()
             self.log_progress(bar)
+            agreed = max(self.vote.ask(self.wish(signals)), self.vote.finish())
         self.clock.add_elapsed()
-        agreed = self.vote.finish()
         if agreed == DIVERGED:
             raise Diverged
         return bool(agreed)
+
+    def wish(self, signals: list[int]) -> int:
+        """What this rank votes for."""
+        return DIVERGED if self.has_diverged else int(bool(signals))
 
     # ---------------------------------------------------------------- one step
 
@@ -592,6 +595,8 @@ class Trainer:
         chosen_by = self.early_stop.chosen_by
         if self.progress.best.get("chosen_by", chosen_by) != chosen_by:
             self.progress.since = len(self.progress.rows)  # epochs which another column judged
+        elif best_epoch := self.progress.best["epoch"]:
+            self.progress.since = min(self.progress.since, best_epoch - 1)  # there and back
         self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:

@@ -97,6 +97,10 @@ def sums_and_votes(world):
     answers = [vote.ask(world.rank == 1 and step == 2) for step in range(6)]
     assert [step for step, answer in enumerate(answers) if answer] == [3], "a step late, on all"
     assert vote.finish() == 0
+    assert (vote.ask(1 + world.rank), vote.finish()) == (0, world.size), "the largest wish"
+    sums = StepSums(world.device)
+    sums.skipped.fill_(world.rank)
+    assert sums.totals(world).skipped == (world.size - 1) / 2
 
 
 def all_of_it(world):

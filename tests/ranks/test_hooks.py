@@ -36,10 +36,12 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 40, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-def trainer_of(world: World, hook: AllReduceHook, *, micro_batches: int = 1) -> Trainer:
+def trainer_of(
+    world: World, hook: AllReduceHook, *, micro_batches: int = 1, clip: float = 0
+) -> Trainer:
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"comm_hook": hook, "accumulation_steps": micro_batches}
+    options = {"comm_hook": hook, "accumulation_steps": micro_batches, "max_grad_norm": clip}
     trainer = make_trainer(model, sgd, world, **options)
     trainer.wrap_model()
     return trainer
@@ -133,7 +135,7 @@ def a_lagged_step_takes_the_gradient_before(world: World) -> None:
 
 
 def local_steps_average_weights_now_and_then(world: World) -> None:
-    trainer = trainer_of(world, LocalSGD(world, every=3, after=2))
+    trainer = trainer_of(world, LocalSGD(world, every=3, after=2), clip=1)
     for number in range(1, 13):
         world.traffic = Traffic()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
