@@ -596,7 +596,8 @@ class Trainer:
         if self.progress.best.get("chosen_by", chosen_by) != chosen_by:
             self.progress.since = len(self.progress.rows)  # epochs which another column judged
         elif best_epoch := self.progress.best["epoch"]:
-            self.progress.since = min(self.progress.since, best_epoch - 1)  # there and back
+            # back at the column that chose the best epoch, before any epoch had ended
+            self.progress.since = min(self.progress.since, best_epoch - 1)
         self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:

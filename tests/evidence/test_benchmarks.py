@@ -14,7 +14,7 @@ import torch
 import errors
 import resnet50_test
 from backends import machine
-from benchmarks import bench, time_to_target, trainers
+from benchmarks import bench, time_to_target, train_peer, trainers
 from benchmarks.scaling import Network, step_seconds
 from conftest import run
 from figures import run_logs
@@ -128,3 +128,10 @@ def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
     )  # the first is hidden
     late = [(0.088, 1000, True), (0.09, 1000, True)]  # the second waits for the first
     assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
+
+
+def test_a_peer_refuses_what_it_would_ignore():
+    for flag in ("--weights a.pt", "--freeze", "--lr_scaling sqrt", "--layer_decay 0.5"):
+        words = ["soap", "resnet50_test.py", "--optimizer", "adamw", *flag.split()]
+        with pytest.raises(errors.InputError, match="is for the script alone"):
+            train_peer.parse(words)

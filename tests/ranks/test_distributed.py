@@ -101,6 +101,12 @@ def sums_and_votes(world):
     sums = StepSums(world.device)
     sums.skipped.fill_(world.rank)
     assert sums.totals(world).skipped == (world.size - 1) / 2
+    model = nn.BatchNorm1d(2)
+    trainer = trainer_of(model, world)
+    model.register_buffer("constant", torch.tensor(float(world.rank)))
+    model.running_mean.fill_(world.rank)
+    trainer.sync_replicas()
+    assert (model.constant, *model.running_mean) == (world.rank, *2 * [(world.size - 1) / 2])
 
 
 def all_of_it(world):
