@@ -11,9 +11,11 @@ import errno
 import io
 import os
 import reprlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 LOST_PEER, BAD_INPUT, NON_FINITE, INTERRUPTED = 1, 2, 3, 130
@@ -26,8 +28,18 @@ SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a g
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EROFS}
 UNUSABLE_PATH |= {errno.EIO, errno.ESTALE, errno.ENOTCONN}  # of a disk or file server that fails
-NO_MEMORY = "DefaultCPUAllocator"  # in what torch raises without any
+NO_MEMORY = "this machine's memory is too small; use smaller batches, images, texts or models"
+RUNTIME_PROBLEMS = {  # by words of what torch raises, the first that fit
+    "DefaultCPUAllocator": NO_MEMORY,
+    "shared memory": "/dev/shm, through which processes that read images send pixels, is full; "
+    "make it larger (docker run --shm-size 2g), or use smaller batches, or --workers 0",
+    "DataLoader worker": "a process that reads images has ended, as the system ends one where "
+    "memory runs out; use fewer --workers, or smaller images",
+}
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+# What terminals, shells and schedulers send to end a run, some as a warning before a SIGKILL.
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
 SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
 
 
@@ -48,7 +60,7 @@ class LostPeer(Exception):
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived and a checkpoint was written; the message names it."""
+    """One of `STOP_SIGNALS` arrived and a checkpoint was written; the message names it."""
 
 
 @contextlib.contextmanager
@@ -83,13 +95,30 @@ def refused_as(flag: str, kinds: tuple[type[Exception], ...] = (ValueError,)) ->
         raise InputError(f"{flag}: {text}") from None
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return `STOP_SIGNALS` without those that this process ignores, as nohup starts it."""
+    return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Let a handler answer `stop_signals` within the block."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main`; its exceptions become one line on stderr and the documented exit code.
 
     A number that `main` returns is the exit code, as of a benchmark that misses a target. Under
     torchrun one rank speaks for all: the others wait first, and are ended meanwhile when rank 0
     failed too. A path that nobody can use, such as one that is too long, is bad input. Names that
-    stdout cannot encode are printed with backslash escapes, as on stderr.
+    stdout cannot encode are printed with backslash escapes, as on stderr. Every stop signal is
+    Ctrl-C unless `main` handles it.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process
@@ -98,27 +127,29 @@ def exit_code(main: Callable[[], int | None]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        return main() or 0
+        with handled_signals(signal.default_int_handler):
+            return main() or 0
     except (InputError, NonFiniteLoss, Interrupted) as error:
         if not is_main:
             time.sleep(GRACE_SECONDS)
         is_own = isinstance(error, InputError) and not isinstance(error, SharedInputError)
         if is_main or is_own:  # the others happen to all ranks alike
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            report(str(error))
         if isinstance(error, InputError):
             return BAD_INPUT
         return NON_FINITE if isinstance(error, NonFiniteLoss) else INTERRUPTED
     except LostPeer as error:
         time.sleep(LOST_PEER_SECONDS if is_main else LOST_PEER_SECONDS + GRACE_SECONDS)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        report(str(error))
         return LOST_PEER
     except KeyboardInterrupt:
         return INTERRUPTED
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
+        lines = (line for sign, line in RUNTIME_PROBLEMS.items() if sign in str(error))
+        line = next(lines, None if isinstance(error, RuntimeError) else NO_MEMORY)
+        if line is None:
             raise
-        advice = "use smaller batches, images, texts or models"
-        print(f"error: this machine's memory is too small; {advice}", file=sys.stderr)
+        report(line)
         return BAD_INPUT
     except BrokenPipeError:  # whoever read stdout, such as head, has enough
         discard_stdout()
@@ -131,8 +162,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
         if where is None:  # as of stdout, which would be written again at the very end
             where = "the output"
             discard_stdout()
-        print(f"error: {where}: {error.strerror}; {advice}", file=sys.stderr)
+        report(f"{where}: {error.strerror}; {advice}")
         return BAD_INPUT
+
+
+def report(message: str) -> None:
+    """Print an error on stderr, in one line; a terminal that has been closed gets none."""
+    with contextlib.suppress(OSError):
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def discard_stdout() -> None:

@@ -154,8 +154,6 @@ def execute_all(
         InputError: files are not committed; or some runs failed: the message names them.
         Interrupted: the deadline has passed, or Ctrl-C.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
-        signal.signal(number, signal.default_int_handler)
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     failures = []
     for position, run in enumerate(runs, 1):

@@ -23,6 +23,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.agreement import node_memory, raise_together
 from distributed.world import World
-from errors import InputError
+from errors import STOP_SIGNALS, InputError
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
 from input_pipeline.image_datasets import ImageSplit
 
@@ -41,6 +42,8 @@ STATISTICS_PIXELS = 1 << 20  # pixels that a worker reads at a time
 DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
 CACHE_BYTES = 1 << 20  # of resident pixels that are cropped at a time on a CPU
 SERIAL_VALUES = 32_767  # of which torch's threads, which wait actively, do not divide the work
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_MEMORY = 1 << 20  # bytes
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
 
@@ -227,7 +230,18 @@ class FileDecoder:
         self.idle = [self._start()]
 
     def _start(self) -> tuple[Tasks, DataLoader]:
-        """A loader with workers of its own, and what hands them their tasks."""
+        """Make a loader with workers of its own, and what hands them their tasks.
+
+        Raises:
+            InputError: the workers cannot be started.
+        """
+        if self.workers and SHARED_MEMORY.exists():
+            place = os.statvfs(SHARED_MEMORY)
+            if place.f_bavail * place.f_frsize < LEAST_SHARED_MEMORY:
+                raise InputError(
+                    f"{SHARED_MEMORY}, through which processes that read images send pixels, has "
+                    "less than 1 MiB left; make it larger, or read without such processes"
+                )
         tasks = Tasks()
         loader = DataLoader(
             tasks,
@@ -240,7 +254,12 @@ class FileDecoder:
             worker_init_fn=obey_parent_alone,
             generator=torch.Generator(),  # torch's own would give the model other weights
         )
-        iter(loader)
+        # Blocked before the fork, so that threads which a library starts at it inherit the mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return tasks, loader
 
     def run(self, tasks: Iterator[Callable[[], Tensor]]) -> Generator[Tensor]:
@@ -301,7 +320,7 @@ class Tasks(Dataset):
 
 
 def obey_parent_alone(worker: int) -> None:
-    """Let a worker go on after SIGINT and SIGTERM, which reach all processes of a job.
+    """Let a worker, whose stop signals are blocked, go on after those that reach a whole job.
 
     The training process finishes its step, writes a checkpoint and then ends its workers; where it
     ends otherwise, multiprocessing sends them a SIGTERM from there, and waits.
@@ -312,8 +331,6 @@ def obey_parent_alone(worker: int) -> None:
             pass
         os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

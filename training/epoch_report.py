@@ -165,7 +165,8 @@ def report_result(trainer: Trainer) -> None:
     if not is_saved:
         raise InputError(
             f"{folder}/last.pt could not be written at the end of the run (see the warnings "
-            "above); make room on the disk, and train again or go on with --resume"
+            "above); make room, or a folder that can be written, and train again or go on with "
+            "--resume"
         )
 
 

@@ -5,6 +5,7 @@ result.loss, result.accuracy                # with count_classes=10 its confusio
 print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import fsdp
+from distributed.agreement import raise_together
 from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
@@ -62,7 +64,8 @@ def evaluate(
         count_classes: number of classes whose confusion is counted; 0 counts none.
         title: with one, rank 0 shows a progress bar over its share.
     Raises:
-        InputError: a GPU has no memory for one sample, or for a batch of a sharded model.
+        InputError: a GPU has no memory for one sample, or for a batch of a sharded model, or a
+            file is broken; on every rank, unless the model is sharded.
     """
     model.eval()
     lengths = data.lengths
@@ -76,7 +79,9 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, top 5, samples
     rows = batch_size  # that the model takes at a time
     pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
-    with progress_bar(title, total, is_main=world.is_main and bool(title)) as bar:
+    bar = progress_bar(title, total, is_main=world.is_main and bool(title))
+    # The ranks of a sharded model are inside its collectives, where one that fails ends alone.
+    with bar, contextlib.nullcontext() if is_sharded else raise_together(world):
         for number, (inputs, labels) in enumerate(data.batches(plan)):
             logits = None
             while logits is None:

@@ -9,14 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from distributed.world import under_torchrun
-from errors import INTERRUPTED, NonFiniteLoss
+from errors import (
+    INTERRUPTED,
+    STOP_SIGNALS,
+    Interrupted,
+    NonFiniteLoss,
+    first_line,
+    handled_signals,
+)
 from training.progress import Progress, Row
 from training.run_log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
 REMEDIES = "lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 END = b"\0"  # no signal: what ends the thread that answers them
 SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
 
@@ -26,11 +32,14 @@ SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repe
 
 @contextlib.contextmanager
 def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM in a list; a second one ends the process at once, with exit code 130.
+    """Note stop signals in a list; a second one ends the process at once, with exit code 130.
 
     A thread answers, since Python calls a handler only after the operation of torch that is being
     computed. Under torchrun it is the launcher that a second signal ends, and with it the ranks:
     the launcher repeats the first one, which all processes of a job may have got as well.
+
+    Raises:
+        Interrupted: a signal has ended a process on which a step depends, such as a compiler.
     """
     caught: list[int] = []
     reader, writer = os.pipe()
@@ -39,7 +48,7 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
     def answer() -> None:
         first = 0.0
         while (number := os.read(reader, 1)) != END:
-            if number[0] not in SIGNALS:  # such as SIGCHLD, of which a data loader learns
+            if number[0] not in STOP_SIGNALS:  # such as SIGCHLD, of which a data loader learns
                 continue
             if not first:
                 first = time.monotonic()
@@ -49,14 +58,18 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    handlers = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield caught
+        with handled_signals(lambda number, _: caught.append(number)):
+            yield caught
+    except (RuntimeError, OSError, EOFError) as error:
+        if not caught:
+            raise
+        raise Interrupted(
+            f"interrupted within a step ({first_line(error)}); go on from the last checkpoint"
+        ) from None
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         os.write(writer, END)
         thread.join()
         os.close(reader)

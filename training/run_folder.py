@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,6 +107,14 @@ def lock_run_folder(folder: Path) -> IO[str]:
     except OSError:  # the file system has no locks
         pass
     return file
+
+
+def is_locked(folder: Path, lock: IO[str]) -> bool:
+    """Whether `lock` is still a file of the folder, which may have been deleted or unmounted."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK_FILE))
+    except OSError:
+        return False
 
 
 def open_run_folder(

@@ -21,6 +21,7 @@ from errors import discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress, time_left
+from training.run_folder import is_locked, lock_run_folder
 from training.step_stats import StepTotals
 from training.tracking import TrackedRun
 
@@ -98,12 +99,38 @@ class RunLog:
         self.epochs = epochs
         if not self.is_main:
             return
-        text = json.dumps(self.config, indent=2, default=str) + "\n"
         with writing(f"--out {self.folder}", "folder"):
-            atomic_write_text(self.folder / "config.json", text)
+            self._write_config()
         self.write_rows(rows)
         if self.track != "none":
             self.tracked = TrackedRun(self.track, self.folder, self.config, warn=self.info)
+
+    def _write_config(self) -> None:
+        text = json.dumps(self.config, indent=2, default=str) + "\n"
+        atomic_write_text(self.folder / "config.json", text)
+
+    def make_again(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Make the run folder again where it is gone, as on a disk that was unmounted.
+
+        Args:
+            rows: of the epochs so far.
+        Returns:
+            Whether it was gone, and is there again.
+        Raises:
+            InputError: another run has made the folder meanwhile.
+        """
+        if self.lock is None or is_locked(self.folder, self.lock):
+            return False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock.close()
+            self.lock = lock_run_folder(self.folder)
+            self._write_config()
+        except OSError:  # of which the file that is to be written there will tell
+            return False
+        self.write_rows(rows)
+        self.info(f"warning: {self.folder} was gone, with its files, and is made again")
+        return True
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Make metrics.jsonl hold exactly these rows: those that the checkpoint knows.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed import fsdp
+from distributed.agreement import on_main
 from distributed.averaging import Traffic
 from errors import InputError
 from training import checkpoint
@@ -182,29 +183,47 @@ def save(trainer: Trainer, *, previous_best: dict[str, Any] | None = None) -> No
     Args:
         previous_best: the best epoch before, if this one is the best. It becomes that of the
             progress again if best.pt cannot be written, so that a later epoch can be the best.
+    Raises:
+        InputError: as of `renew_folder`.
     """
     is_best = previous_best is not None
-    unsaved = {"last", "best"} if is_best else {"last"}
     with trainer.world.waiting_at_most(trainer.world.limits.start):
+        if not is_best:
+            renew_folder(trainer)
         content = {
             **trainer.metadata,
             **state_dict(trainer),
             "progress": trainer.progress.state_dict(),
         }
-        try:
-            if trainer.world.is_main:
+
+        def write() -> set[str]:
+            unsaved, folder = {"last", *(["best"] if is_best else [])}, trainer.log.folder
+            try:
                 if is_best:
-                    checkpoint.save(trainer.log.folder / "best.pt", content)
+                    checkpoint.save(folder / "best.pt", content)
                     unsaved.discard("best")
-                checkpoint.save_last(trainer.log.folder, content, keep=trainer.config.keep)
+                checkpoint.save_last(folder, content, keep=trainer.config.keep)
                 unsaved.discard("last")
-        except OSError as error:
-            trainer.log.info(
-                f"warning: {error}; the previous checkpoint is kept and the run goes on"
-            )
-        trainer.unsaved = trainer.world.broadcast(unsaved)
+            except OSError as error:
+                is_kept = bool(checkpoint.latest_files(folder))
+                kept = "the previous checkpoint is kept" if is_kept else "no checkpoint is left"
+                trainer.log.info(f"warning: {error}; {kept} and the run goes on")
+            return unsaved
+
+        trainer.unsaved = on_main(trainer.world, write)
     if previous_best is not None and "best" in trainer.unsaved:
         trainer.progress.best = previous_best
+
+
+def renew_folder(trainer: Trainer) -> None:
+    """Make the run folder again if it is gone, and choose the best epoch from here on; collective.
+
+    Raises:
+        InputError: another run has taken the folder's name.
+    """
+    rows = trainer.progress.rows
+    if on_main(trainer.world, lambda: trainer.log.make_again(rows)):
+        _settle_best(trainer)
 
 
 def settle_files(trainer: Trainer, path: Path) -> None:
@@ -217,10 +236,16 @@ def settle_files(trainer: Trainer, path: Path) -> None:
     Args:
         path: the checkpoint that was loaded, on every rank.
     """
-    folder, progress, epoch = trainer.log.folder, trainer.progress, trainer.progress.best["epoch"]
+    folder = trainer.log.folder
     is_older = checkpoint.OLDER_NAME.fullmatch(path.name)
     if trainer.world.is_main and is_older and path.resolve().parent == folder.resolve():
         path.replace(folder / "last.pt")
+    _settle_best(trainer)
+
+
+def _settle_best(trainer: Trainer) -> None:
+    """Choose the best epoch from here on if best.pt does not hold it; collective."""
+    folder, progress, epoch = trainer.log.folder, trainer.progress, trainer.progress.best["epoch"]
     if trainer.world.is_main and epoch:
         stored = checkpoint.read_progress(folder / "best.pt")
         if stored is None or stored["best"]["epoch"] != epoch:

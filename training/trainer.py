@@ -152,7 +152,7 @@ class Trainer:
             checkpoint: a state to go on from, as `training.checkpoint.load` returns it; it is empty
                 afterwards.
         Raises:
-            Interrupted: SIGINT or SIGTERM came, and last.pt was written.
+            Interrupted: a stop signal came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
         """
         self.begin(checkpoint)
@@ -432,10 +432,11 @@ class Trainer:
         """Evaluate if it is due, decide the next epoch's batches, save, write the epoch's row."""
         progress = self.progress
         totals = self.sums.totals(self.world)
+        train_state.renew_folder(self)
         try:
             evaluated = self.evaluate_if_due()
         except InputError:  # a broken file of the evaluation set costs no epoch
-            if self.world.size == 1 and not self.may_have_diverged(totals):
+            if not self.is_sharded and not self.may_have_diverged(totals):
                 train_state.save(self)
             raise
         row = epoch_row(self, totals, evaluated=evaluated)

@@ -10,7 +10,6 @@ turns, so that what slows the machine down slows all of them.
 
 import json
 import math
-import signal
 import statistics
 import tempfile
 import threading
@@ -116,11 +115,10 @@ def run_race(config: RaceConfig) -> None:
 
     Raises:
         InputError: a flag is wrong, the race does not fit into its time, or a run failed.
-        Interrupted: Ctrl-C or SIGTERM.
+        Interrupted: Ctrl-C or another stop signal.
     """
     for in_full in (False, True):
         config.sweep(config.wanted_epochs, in_full=in_full).script.check([])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, also before any trial
     with lock_run_folder(make_run_folder(str(config.out), "race")):
         try:
             run_arms(config)

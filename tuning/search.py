@@ -4,7 +4,6 @@ run_sweep(config)
 """
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -17,7 +16,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from errors import INTERRUPTED, InputError, Interrupted
+from errors import INTERRUPTED, InputError, Interrupted, handled_signals
 from training.run_folder import lock_run_folder, make_run_folder
 from tuning import results, space
 from tuning.config import SweepConfig
@@ -36,7 +35,7 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
 
     Raises:
         InputError: a flag or the space is wrong, or the folder is another sweep's.
-        Interrupted: Ctrl-C or SIGTERM; the same command resumes the sweep.
+        Interrupted: Ctrl-C or another stop signal; the same command resumes the sweep.
     """
     arguments = trial_arguments(config)
     config.script.check(arguments)
@@ -67,15 +66,12 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
     """Run trials until the study has as many as asked for.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM.
+        Interrupted: Ctrl-C or another stop signal.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         runner.stop.set()
         raise SystemExit(INTERRUPTED)  # which Optuna does not catch: the trial stays a running one
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores SIGINT
-        signal.signal(number, interrupt)
 
     failures: list[BaseException] = []  # Optuna does not raise those of its last threads
 
@@ -101,14 +97,15 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         sys.stdout.flush()
 
     try:
-        study.optimize(
-            run_trial,
-            n_trials=config.trials - len(finished_trials(study)),
-            n_jobs=config.jobs,
-            catch=(TrialFailed,),
-            callbacks=[trial_ended],
-            show_progress_bar=sys.stderr.isatty(),
-        )
+        with handled_signals(interrupt):
+            study.optimize(
+                run_trial,
+                n_trials=config.trials - len(finished_trials(study)),
+                n_jobs=config.jobs,
+                catch=(TrialFailed,),
+                callbacks=[trial_ended],
+                show_progress_bar=sys.stderr.isatty(),
+            )
         if failures:
             raise failures[0]
     except SystemExit as ended:

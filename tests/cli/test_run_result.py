@@ -18,6 +18,7 @@ from conftest import for_each, run
 from figures.run_logs import read_run
 from training import checkpoint, evaluation
 from training.progress import EarlyStop, Progress
+from training.run_log import RunLog
 
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
@@ -192,6 +193,24 @@ def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(here, mo
     console = resnet(WORSE_AT_THE_END, "--out b", code=2)
     assert console.splitlines()[-1].startswith("error: b/last.pt could not be written at the end")
     assert "this epoch is not in the file" in reported(console)["last"]
+
+
+def test_a_folder_that_is_gone_is_made_again_by_the_next_save(here, monkeypatch):
+    accuracies_of(monkeypatch, 0.2, 0.9, 0.5)
+    epoch = RunLog.epoch
+
+    def lose_the_folder(log: RunLog, rows: list) -> None:
+        epoch(log, rows)
+        if len(rows) == 2:
+            shutil.rmtree("run")
+
+    monkeypatch.setattr(RunLog, "epoch", lose_the_folder)
+    console = resnet(WORSE_AT_THE_END, "--epochs 3 --lr 0.01 --out run")
+    assert "was gone, with its files, and is made again" in console
+    assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
+    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
+    assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
+    assert (here / "run" / "config.json").exists()
 
 
 # -------------------------------------------------------------------- inference

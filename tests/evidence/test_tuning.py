@@ -45,7 +45,6 @@ DIGITS += ["--threads", "1"]
 def run_sweep(tmp_path, monkeypatch, capsys):
     """Run a sweep in this process, its trials in forked ones; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def start(command: list[str], *, stdout: Any, env: dict[str, str], **_: object) -> Any:
         env = {**env, SWEEP: ""}  # whose child it is not
@@ -64,9 +63,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
         code = errors.exit_code(lambda: main([*words, "--out", "sweep"]))
         return code, *capsys.readouterr()
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return run
 
 
 def table(folder: Path) -> list[dict[str, str]]:

@@ -101,8 +101,9 @@ def test_a_signal_to_the_whole_job_spares_the_processes_that_decode_images(tmp_p
     """systemd and Slurm send it to every process of a job, and a terminal its Ctrl-C."""
     write_images(tmp_path / "mine", ("cat", "dog"), rows=30, size=64)
     flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 8 --out run"
-    flags = f"{flags} --epochs 500 --threads 1 --workers 1".split()
-    job = ranks.start(["setsid", *ranks.script("resnet50_test.py", *flags)], tmp_path)
+    flags = f"{flags} --epochs 500 --threads 2 --workers 1".split()
+    command = ["setsid", *ranks.script("resnet50_test.py", *flags)]
+    job = ranks.start(command, tmp_path, OMP_NUM_THREADS="2")  # libraries start threads at a fork
     wait_for_a_row(tmp_path, job)
     os.killpg(job.pid, signal.SIGTERM)
     console = ranks.finish(job, tmp_path, expected=130)

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import connection
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 import errors
 import ranks
-from conftest import each_of
+from conftest import each_of, write_images
 from distributed import world
 from distributed.world import lost_peer_reason
+from training import checkpoint
 
 JOB = """
 import os, signal, sys
@@ -140,6 +142,30 @@ def test_over_nccl_an_error_is_printed_before_the_group_is_given_up(monkeypatch)
     with world.init_world("cpu"):
         events.clear()
     assert events == ["destroyed"]
+
+
+def test_a_broken_file_of_the_test_set_costs_no_epoch(tmp_path):
+    broken = write_images(tmp_path / "mine", "ab", rows=12, size=12) / "test" / "b" / "11.png"
+    os.truncate(broken, 150)
+    flags = "--dataset folder --data_dir mine --resident no --arch resnet8 --bs 4 --out run"
+    words = f"resnet50_test.py {flags} --epochs 1 --threads 1 --workers 0 --no-baseline"
+    console = ranks.run(words, tmp_path, 2, expected=2)
+    assert console.splitlines()[-1].startswith("error: mine/test/b/11.png: not a readable image")
+    assert checkpoint.load(tmp_path / "run")["progress"]["step"] == 3
+
+
+@each_of(
+    ("error", "line"),
+    [
+        (MemoryError(), "this machine's memory is too small"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "memory is too small"),
+        (RuntimeError("unable to allocate shared memory(shm) for file"), "/dev/shm, through which"),
+        (RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed."), "memory runs out"),
+    ],
+)
+def test_too_little_memory_is_one_line(error, line, capsys):
+    assert errors.exit_code(mock.Mock(side_effect=error)) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_a_signal_to_one_rank_writes_a_checkpoint_and_all_leave_with_130(tmp_path):

@@ -156,6 +156,7 @@ def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fai
 
 def one_long_operation(lines: Connection) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's data loader does
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with recovery.caught_signals(lines.send):
         lines.send("started")
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # in which Python calls no handler
@@ -173,12 +174,13 @@ def test_the_first_signal_is_answered_within_an_operation_and_the_second_ends_at
     process.start()
     try:
         assert lines.recv() == "started"
-        os.kill(process.pid, signal.SIGCHLD)
+        for number in (signal.SIGCHLD, signal.SIGHUP):  # the latter is ignored, as by nohup
+            os.kill(process.pid, number)
         assert not lines.poll(timeout=0.5)
         os.kill(process.pid, signal.SIGTERM)
         assert lines.poll(timeout=30)
         assert lines.recv() == "stopping after this step; again ends at once"
-        os.kill(process.pid, signal.SIGTERM)  # a sweep repeats that of the terminal
+        os.kill(process.pid, signal.SIGUSR1)  # a sweep repeats that of the terminal
         process.join(timeout=1.1 * recovery.SAME_SIGNAL_SECONDS)
         assert process.exitcode is None
         os.kill(process.pid, signal.SIGINT)
