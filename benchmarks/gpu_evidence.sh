@@ -162,12 +162,10 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     ranks ddp
     ranks ddp-bf16 --grad_compress bf16
     ranks ddp-int4 --grad_compress int4
-    ranks powersgd --grad_compress powersgd
     ranks slamb --optimizer slamb --lr 0.003 --dense_steps 2
     ranks slamb-int4 --optimizer slamb --lr 0.003 --dense_steps 2 --wire_dtype int4
     ranks local-sgd --sync local --local_steps 4
     ranks diloco --sync diloco --local_steps 4
-    ranks lag --sync lag
     text text
     text text-cudagraph --backend cudagraph
     wait_for_all

@@ -19,7 +19,7 @@ NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 NOT_RECORDED_MIXING = {"mixup": Not(("none", "mixup", "intra", "attention"))}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
-MEETING = {"sync": Not(("sync", "lag"))}
+MEETING = {"sync": Not(("sync",))}
 META = {"mixup": ("meta",)}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
 COMPRESSED = {"grad_compress": ON}
@@ -32,12 +32,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([OWN_EXCHANGE], [{"sync": Not(("sync",))}],
      "the optimizer communicates by itself; leave it out"),
     ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio"),
-    ([{"sync": ("lag",)}], [CORRECTED], "what compression left would come a step late; use fp16 or "
-     "bf16"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
     ([MEETING], [SCALED],
      "each process would skip steps of its own; use --precision bf16 or fp32"),
-    ([{"sync": ("lag",)}, CORRECTED], [SCALED],
+    ([CORRECTED], [SCALED],
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
@@ -47,8 +45,8 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- batches that change
     ([{"balance_workers": ON}, *NOISE], EXCHANGES,
      "it needs gradients that are averaged in every step; leave one of them out"),
-    (NOISE, [CORRECTED, {"sync": ("lag",)}],
-     "it needs each step's own gradients; use --grad_compress none, fp16 or bf16, and no lag"),
+    (NOISE, [CORRECTED],
+     "it needs each step's own gradients; use --grad_compress none, fp16 or bf16"),
     # ---- weights in shards
     ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, META, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "

@@ -562,15 +562,13 @@ def create_comm_hook(args: Namespace, run: Run) -> comm_hooks.AllReduceHook:
     """What data parallelism sends, by --sync and --grad_compress."""
     if args.grad_compress in comm_hooks.ROUNDED_BITS:
         return comm_hooks.RoundedGradients(run.world, args.grad_compress)
-    if args.sync == "lag":
-        return comm_hooks.DelayedAllReduce(run.world, args.grad_compress)
     if args.sync == "local":
         return comm_hooks.LocalSGD(run.world, args.local_steps, after=args.dense_steps)
     if args.sync == "diloco":
         settings = {"after": args.dense_steps, "wire_dtype": OWN_WIRE_DTYPES[args.wire_dtype]}
         with refused_as("--sync_args"):
             return DiLoCo(run.world, args.local_steps, **settings, **args.sync_args)
-    return comm_hooks.AllReduceHook(run.world, args.grad_compress, rank=args.powersgd_rank)
+    return comm_hooks.AllReduceHook(run.world, args.grad_compress)
 
 
 # -------------------------------------------------------------------- trained models

@@ -307,12 +307,10 @@ def _add_communication(parser: ScriptParser) -> None:
     several, diloco = {"processes": ON}, {"sync": ("diloco",)}
     slamb, meeting = {"optimizer": ("slamb",)}, {"sync": ("local", "diloco")}
     add("--grad_compress", Choice(forms), "none", "form in which gradients are "
-        "sent; powersgd, int8, int4 and sign correct what they lose", only_with=[several])
-    add("--powersgd_rank", count, 2, "rank of what powersgd sends", metavar="N",
-        only_with=[{"grad_compress": ("powersgd",)}])
-    add("--sync", Choice(comm_hooks.SYNCS), "sync", "gradients averaged in each step (sync) or a "
-        "step late (lag); weights averaged every --local_steps (local), also with momentum "
-        "(diloco)", only_with=[several, diloco])
+        "sent; int8, int4 and sign correct what they lose", only_with=[several])
+    add("--sync", Choice(comm_hooks.SYNCS), "sync", "gradients averaged in each step (sync); "
+        "weights averaged every --local_steps (local), also with momentum (diloco)",
+        only_with=[several, diloco])
     add("--local_steps", count, 50, "steps between two averagings of the weights", metavar="STEPS",
         only_with=[slamb, meeting])
     add("--dense_steps", natural, 10, "steps at the start that send everything", metavar="STEPS",

@@ -1,6 +1,6 @@
-"""What data-parallel training sends: gradients, compressed or a step late; or weights.
+"""What data-parallel training sends: gradients, compressed or not; or weights.
 
-    hook = DelayedAllReduce(world)       # or AllReduceHook(world, "bf16"), LocalSGD(world, every=8)
+    hook = RoundedGradients(world, "int4")  # or AllReduceHook(world), LocalSGD(world, every=8)
     wrapped.register_comm_hook(None, hook.run)     # wrapped: a DistributedDataParallel
     hook.start(parameters)                         # hook.after_step(parameters) after each step,
                                                    # hook.sync_replicas(parameters) at the end
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from distributed.averaging import RankAverager, Traffic, average_tensors
@@ -28,9 +28,8 @@ from distributed.world import World
 
 ROUNDED_BITS = {"int8": 8, "int4": 4, "sign": 1}  # of the compressions of `RoundedGradients`
 SMALLEST_ROUNDED = 1024  # elements of a matrix; what is smaller is a small part of a model's bytes
-SYNCS = ("sync", "lag", "local", "diloco")
+SYNCS = ("sync", "local", "diloco")
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-POWER_SGD_START = 2  # steps before PowerSGD compresses: torch's least with error feedback
 
 
 class AllReduceHook:
@@ -38,8 +37,6 @@ class AllReduceHook:
 
     Args:
         compression: one of `compressions`.
-        rank: of PowerSGD's approximation (arXiv:1905.13727). Its error feedback is not saved: a
-            resumed run starts without it.
 
     Raises:
         ValueError: the hook does not have this compression.
@@ -50,22 +47,13 @@ class AllReduceHook:
     """
 
     replicas_diverge = False
-    compressions: Sequence[str] = ("none", "fp16", "bf16", "powersgd")
+    compressions: Sequence[str] = ("none", "fp16", "bf16")
 
-    def __init__(self, world: World, compression: str = "none", *, rank: int = 2) -> None:
+    def __init__(self, world: World, compression: str = "none") -> None:
         if compression not in self.compressions:
             raise ValueError(f"compression={compression} is not one of {self.compressions}")
         self.world, self.compression = world, compression
         self.observers: list[Callable[[dist.GradBucket], None]] = []
-        self.rank = rank
-        self.power_sgd = self._new_power_sgd() if compression == "powersgd" else None
-
-    def _new_power_sgd(self) -> powerSGD_hook.PowerSGDState:
-        return powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=self.rank,
-            start_powerSGD_iter=POWER_SGD_START,
-        )
 
     def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
         """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
@@ -75,33 +63,16 @@ class AllReduceHook:
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Replace the gradients of a bucket by what the optimizer gets, and count the bytes."""
-        if self.power_sgd is not None:
-            return self._power_sgd(bucket)
         buffer = bucket.buffer()
         wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
-        self._count(buffer.numel() * wire_dtype.itemsize)
+        payload = buffer.numel() * wire_dtype.itemsize
+        self.world.traffic += Traffic.reduced(payload, self.world.size)
         send = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "bf16": default_hooks.bf16_compress_hook,
         }[self.compression]
         return send(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-
-    def _count(self, payload: int) -> None:
-        self.world.traffic += Traffic.reduced(payload, self.world.size)
-
-    def _power_sgd(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        power_sgd, buffer = self.power_sgd, bucket.buffer()
-        assert power_sgd is not None
-        _replace_non_finite(power_sgd, bucket.index())
-        before = power_sgd.total_numel_after_compression
-        uncompressed = power_sgd.iter < POWER_SGD_START
-        gpus = [buffer.device] if buffer.is_cuda else []  # whose generators torch seeds alike
-        with torch.random.fork_rng(gpus, enabled=bucket.index() not in power_sgd.p_memory_dict):
-            future = powerSGD_hook.powerSGD_hook(power_sgd, bucket)
-        sent = power_sgd.total_numel_after_compression - before
-        self._count((buffer.numel() if uncompressed else sent) * buffer.element_size())
-        return future
 
     def start(self, parameters: Sequence[Tensor]) -> None:
         """Called before the first step, when all ranks have the same weights; does nothing here."""
@@ -117,9 +88,7 @@ class AllReduceHook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Load what `state_dict` returned; PowerSGD starts again without error feedback."""
-        if self.power_sgd is not None:
-            self.power_sgd = self._new_power_sgd()
+        """Load what `state_dict` returned."""
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What a resumed run needs of the hook that is this rank's own; here that is nothing.
@@ -192,48 +161,6 @@ class RoundedGradients(AllReduceHook):
         self.errors = _by_parameter(state, parameters)
 
 
-class DelayedAllReduce(AllReduceHook):
-    """Each step takes the averaged gradient of the step before (arXiv:1810.01993).
-
-    Sending then overlaps a whole step. The first step takes zeros. One more copy of the gradients
-    is kept. A loss scale must not change.
-    """
-
-    compressions = ("none", "fp16", "bf16")
-
-    def __init__(self, world: World, compression: str = "none") -> None:
-        super().__init__(world, compression)
-        # Of each parameter: the work that averages its last gradient, and where that gradient
-        # arrives.
-        self.in_flight: dict[Tensor, tuple[dist.Work | None, Tensor]] = {}
-
-    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Send this step's gradients, and replace them by those of the step before."""
-        buffer = bucket.buffer()
-        wire_dtype = WIRE_DTYPES.get(self.compression, buffer.dtype)
-        sent = buffer.to(wire_dtype, copy=True).div_(self.world.size)
-        self._count(sent.nbytes)
-        work = dist.all_reduce(sent, async_op=True)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
-            previous = self.in_flight.get(parameter)
-            offset = gradient.storage_offset() - buffer.storage_offset()
-            arriving = sent.as_strided(gradient.shape, gradient.stride(), offset)
-            self.in_flight[parameter] = work, arriving
-            if previous is None:
-                gradient.zero_()
-            else:
-                gradient.copy_(_wait_for(*previous))
-        return _finished(buffer)
-
-    def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """The gradients in flight by the parameters' numbers, the same on all ranks."""
-        arrived = {p: _wait_for(*each) for p, each in self.in_flight.items()}
-        return _by_number(arrived, parameters)
-
-    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        self.in_flight = {p: (None, g) for p, g in _by_parameter(state, parameters).items()}
-
-
 class LocalSGD(AllReduceHook):
     """Post-local SGD (arXiv:1808.07217): averaged gradients first, later only averaged weights.
 
@@ -281,20 +208,6 @@ class LocalSGD(AllReduceHook):
         self.steps = state.get("steps", 0)  # 0 after a run without this hook
 
 
-def _replace_non_finite(power_sgd: powerSGD_hook.PowerSGDState, bucket: int) -> None:
-    """Clean a bucket's memory of a step whose gradients were not finite. Nothing waits for it.
-
-    That step is skipped, but its error feedback and its factors would make all later steps
-    non-finite. Errors become zeros, and factors random numbers, the same on all ranks.
-    """
-    if (error := power_sgd.error_dict.get(bucket)) is not None:
-        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    if (factors := power_sgd.q_memory_dict.get(bucket)) is not None:
-        generator = torch.Generator(factors.device).manual_seed(0)
-        fresh = torch.empty_like(factors).normal_(generator=generator)
-        factors.copy_(torch.where(factors.isfinite().all(), factors, fresh))
-
-
 def _by_number(values: Mapping[Tensor, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     """The values of parameters by the parameters' numbers, in the memory of the host."""
     return {str(n): values[p].cpu() for n, p in enumerate(parameters) if p in values}
@@ -305,13 +218,6 @@ def _by_parameter(
 ) -> dict[Tensor, Tensor]:
     """Inverse of `_by_number`, on the parameters' devices."""
     return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
-
-
-def _wait_for(work: dist.Work | None, gradient: Tensor) -> Tensor:
-    """The gradient, once it is averaged; `work` is None for one that came out of a checkpoint."""
-    if work is not None:
-        work.wait()
-    return gradient
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

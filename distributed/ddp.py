@@ -15,7 +15,6 @@ from distributed.world import World
 from errors import InputError
 
 BUCKET_MIB = 25  # of gradients in one all-reduce
-ONE_BUCKET_MIB = 1 << 20  # larger than any model
 
 
 def with_sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
@@ -58,14 +57,11 @@ def wrap(
         return model
     if sync_batch_norm:
         model = with_sync_batch_norm(model, world)
-    # With two buckets torch's PowerSGD hook aborts on gloo, which ranks that share a GPU use too.
-    on_gloo = world.device.type != "cuda" or world.shares_gpu
-    one_bucket = hook.compression == "powersgd" and on_gloo
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
         static_graph=static_graph,
-        bucket_cap_mb=ONE_BUCKET_MIB if one_bucket else BUCKET_MIB,
+        bucket_cap_mb=BUCKET_MIB,
         **ddp_buffer_arguments(),  # type: ignore[arg-type]
     )
     wrapped.register_comm_hook(None, hook.run)

@@ -12,7 +12,7 @@ load("runs/my-run").predict(["a text", "another one"])
 """
 
 import mixup
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
+from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World, init_world
 from dynamic_batch import (
@@ -46,7 +46,6 @@ __all__ = [
     "AllReduceHook",
     "ByLoss",
     "ByNoise",
-    "DelayedAllReduce",
     "DiLoCo",
     "DynamicBatchSampler",
     "GradScalerOptimizer",

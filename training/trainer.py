@@ -31,7 +31,7 @@ from backends.precision import Precision
 from distributed import ddp, fsdp
 from distributed.agreement import on_main
 from distributed.averaging import RankAverager, Traffic, average_tensors
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce
+from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
@@ -559,7 +559,7 @@ class Trainer:
         Args:
             num_skipped: steps of the epoch that were skipped by now.
         """
-        if num_skipped > self.num_skipped or isinstance(self.comm_hook, DelayedAllReduce):
+        if num_skipped > self.num_skipped:
             for each, sound in zip(self.statistics(), self.sound_statistics):
                 each.copy_(torch.where(each.isfinite(), each, sound))
         self.num_skipped, self.sound_statistics = num_skipped, self.copied_statistics()

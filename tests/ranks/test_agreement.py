@@ -82,7 +82,6 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
         [
             (FLAGS, "--lr 0.01", "--lr is 0.08 on rank 0 and 0.01 on rank 1"),
             (f"{FLAGS} --bs 9999", "", "--bs 9999"),  # on both
-            (f"{FLAGS} --sync lag {fp16}", "", f"--sync lag is not supported with {fp16}"),
             (f"{FLAGS} --grad_compress sign {fp16}", "", f"sign is not supported with {fp16}"),
             (FLAGS, "--optimizer sgd", "--optimizer is ngd on rank 0 and sgd on rank 1"),
             (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [3, "),

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
-from distributed import ddp
 from distributed.averaging import RankAverager, Traffic
-from distributed.comm_hooks import AllReduceHook, DelayedAllReduce, LocalSGD, RoundedGradients
+from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
 from slamb_oracle import rounded
@@ -76,19 +75,6 @@ def the_wire_has_what_it_says(world: World) -> None:
         assert_ranks_agree(world, trainer)
 
 
-def power_sgd_sends_little(world: World) -> None:
-    with mock.patch.object(ddp, "BUCKET_MIB", 0.01):  # which PowerSGD's one bucket is not cut by
-        trainer = trainer_of(world, AllReduceHook(world, "powersgd", rank=2))
-    sent = []
-    for _ in range(4):
-        world.traffic = Traffic()
-        trainer.train_step(*batch(0, world.rank))
-        sent.append(world.traffic.payload)
-    assert sent[0] == 4 * len(flat(trainer.parameters))
-    # two columns of P and Q for each large matrix; the small one and the vectors as they are
-    assert sent[-1] == 4 * (2 * (40 + 60) + 2 * (60 + 50) + 60 + 50 + 4 + 50 * 4)
-
-
 def few_bits_follow_the_equations(world: World) -> None:
     for name, bits in (("int8", 8), ("int4", 4), ("sign", 1)):
         model, hook = network().double(), RoundedGradients(world, name)
@@ -122,18 +108,6 @@ def few_bits_follow_the_equations(world: World) -> None:
                     p -= 0.5 * p.grad
 
 
-def a_lagged_step_takes_the_gradient_before(world: World) -> None:
-    for micro_batches in (1, 2):
-        trainer = trainer_of(world, DelayedAllReduce(world), micro_batches=micro_batches)
-        expected, last = flat(trainer.parameters), 0.0
-        for number in range(6):
-            expected = expected - 0.5 * last
-            last = mean_gradient(trainer.model, number, world.size)
-            trainer.train_step(*batch(number, world.rank))
-            torch.testing.assert_close(flat(trainer.parameters), expected, rtol=1e-5, atol=1e-6)
-        assert_ranks_agree(world, trainer)
-
-
 def local_steps_average_weights_now_and_then(world: World) -> None:
     trainer = trainer_of(world, LocalSGD(world, every=3, after=2), clip=1)
     for number in range(1, 13):
@@ -154,18 +128,16 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
     """But for ranks that train apart, of which it is the one that has it."""
     for hook in (
         AllReduceHook(world),
-        DelayedAllReduce(world),
         LocalSGD(world, every=3),
-        AllReduceHook(world, "powersgd", rank=2),
         *(RoundedGradients(world, name) for name in ("int8", "int4", "sign")),
     ):
         trainer = trainer_of(world, hook)
-        skipped_at, losses = 6 + isinstance(hook, DelayedAllReduce), []
+        losses = []
         for number in range(42):
             x, y = batch(0, world.rank)
             trainer.sums.values.zero_()
             trainer.train_step(x * (math.nan if number == 6 and world.rank == 1 else 1), y)
-            is_skipped = number == skipped_at and (world.rank == 1 or not hook.replicas_diverge)
+            is_skipped = number == 6 and (world.rank == 1 or not hook.replicas_diverge)
             assert trainer.sums.skipped == is_skipped
             assert trainer.sums.samples == 0 or not is_skipped
             losses.append(trainer.sums.loss.item())
@@ -174,14 +146,13 @@ def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
 
 
 def what_a_hook_does_not_know_is_refused(world: World) -> None:
-    for hook, name in ((AllReduceHook, "int8"), (DelayedAllReduce, "powersgd")):
-        with pytest.raises(ValueError, match="is not one of"):
-            hook(world, name)
+    with pytest.raises(ValueError, match="is not one of"):
+        AllReduceHook(world, "int8")
 
 
 def a_run_goes_on_with_another_hook(world: World) -> None:
     """Whatever the ranks did before: they agree at the next step, or at the next outer one."""
-    hooks = (AllReduceHook, DelayedAllReduce, partial(LocalSGD, every=3), partial(DiLoCo, every=3))
+    hooks = (AllReduceHook, partial(LocalSGD, every=3), partial(DiLoCo, every=3))
     for before, after in itertools.product(hooks, repeat=2):
         trainer, other = (trainer_of(world, hook(world)) for hook in (before, after))
         for number in range(4):
@@ -198,9 +169,7 @@ def a_run_goes_on_with_another_hook(world: World) -> None:
 
 def all_of_it(world: World) -> None:
     the_wire_has_what_it_says(world)
-    power_sgd_sends_little(world)
     few_bits_follow_the_equations(world)
-    a_lagged_step_takes_the_gradient_before(world)
     local_steps_average_weights_now_and_then(world)
     training_goes_on_after_a_bad_step_which_all_skip(world)
     what_a_hook_does_not_know_is_refused(world)

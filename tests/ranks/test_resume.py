@@ -27,7 +27,7 @@ WAYS = {  # name: number of ranks, command
     "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --batch_args threshold=80"),
     "augment": (2, f"{IMAGES} --bs 16 --workers 2 --augment auto --random_erasing 0.5"),
     "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_policy loss --meta_every 2"),
-    "lag": (2, f"{IMAGES} --bs 16 --sync lag --grad_compress bf16 --balanced_sampling"),
+    "bf16": (2, f"{IMAGES} --bs 16 --grad_compress bf16 --balanced_sampling"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3 --class_weights balanced"),
     "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
