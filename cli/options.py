@@ -74,6 +74,11 @@ def parse(
     for name, value in computed_defaults(vars(args), parser).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    for flag in parser.flags.values():
+        value, names = getattr(args, flag.dest), getattr(flag.type, "names", None)  # of a Choice
+        if names and isinstance(value, str) and value not in names:
+            there_is = ", ".join(names)
+            raise InputError(f"{flag.name} {value}: the checkpoint has it; now there is {there_is}")
     parser.complete(args)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)

@@ -24,7 +24,7 @@ from errors import InputError, first_line, last_line
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
-FORMAT = f"{FORMAT_NAME}11"  # raised also where a choice of a flag is removed
+FORMAT = f"{FORMAT_NAME}11"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 

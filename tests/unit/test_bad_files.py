@@ -9,6 +9,7 @@ from PIL import Image
 
 from conftest import SHORT, for_each, write_images
 from input_pipeline import image_batches
+from training import checkpoint
 
 # -------------------------------------------------------------------- recipes and checkpoints
 
@@ -78,6 +79,7 @@ UNFIT = [
     ("images", "--resume {images} --predict_out out.csv", "--predict_out needs something to"),
     ("texts", "--resume {texts} --predict in.csv --predict_out in.csv", "is there already"),
     ("images", "--resume {images} --export model.txt", "model.txt"),
+    ("images", "--resume {images}/gone.pt", "--sync lag: the checkpoint has it"),
     ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
 ]
 
@@ -89,6 +91,9 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_pa
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
+    state = checkpoint.load(copies["images"])
+    state["flags"]["sync"] = "lag"  # which was removed
+    checkpoint.save(copies["images"] / "gone.pt", state)
     cases = [(name, extra.format(**copies), names) for name, extra, names in UNFIT]
     for_each(cases, lambda *case: refused(*case, base="--device cpu --threads 1"))
 
