@@ -264,10 +264,10 @@ def _add_schedule(parser: ScriptParser) -> None:
     add("--gamma", positive, 0.1, "factor of the rate at a change; inverse divides by 1 + F x "
         "epochs", metavar="F", only_with=[
             {"lr_schedule": ("step", "multistep", "exponential", "inverse")}])
-    add("--milestones", count, [30, 40], "epochs of the changes", nargs="+", metavar="EPOCH",
-        only_with=[{"lr_schedule": ("multistep",)}])
-    add("--lr_args", setting, {}, "further settings of the schedule, such "
-        "as power=2 or end=0.1", owner="lr_schedule",
+    add("--milestones", count, None, "epochs of the changes (default 60 % and 80 % of the run)",
+        nargs="+", metavar="EPOCH", only_with=[{"lr_schedule": ("multistep",)}])
+    add("--lr_args", setting, {}, "further settings of the schedule, such as power=2 or end=0.1; "
+        "step_size defaults to 60 % of the run", owner="lr_schedule",
         parts={name: own(Schedule, *each) for name, each in schedules.SETTINGS.items()})
     add("--lr_scaling", Choice(["none", "linear", "sqrt"]), "none", "scaling of --lr by the global "
         "batch / --base_bs, or its square root")

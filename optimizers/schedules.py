@@ -4,8 +4,8 @@
     factor = schedule(progress=12.5)          # the rate at epoch 12.5, as a multiple of --lr
 
 A schedule is a pure function of the progress in epochs and is applied before every optimizer step,
-so there is no scheduler state to save: step, multistep, exponential and inverse change at whole
-epochs, the others also within an epoch.
+so there is no scheduler state to save: exponential and inverse change at whole epochs, step and
+multistep at the given ones, the others in every step.
 """
 
 import math
@@ -32,6 +32,7 @@ SETTINGS = {  # of those that have some beside gamma and milestones
     "onecycle": ("peak",),
     "cyclic": ("peak", "step_size"),
 }
+CHANGES = (0.6, 0.8)  # shares of the run before a change of the rate, where none are given
 # as of torch.optim.lr_scheduler.OneCycleLR
 ONECYCLE_START = 1 / 25  # first rate / peak
 ONECYCLE_RISE = 0.3  # share of the run in which the rate rises
@@ -47,8 +48,8 @@ class Schedule:
     Attributes:
         name: one of `SCHEDULES`:
             constant     1
-            step         gamma ** (floor(t) // step_size)
-            multistep    gamma ** (number of milestones <= floor(t))
+            step         gamma ** floor(t / step_size)
+            multistep    gamma ** (number of milestones <= t)
             exponential  gamma ** floor(t)
             inverse      1 / (1 + gamma floor(t))
             polynomial   end + (1 - end) (1 - s) ** power
@@ -60,8 +61,8 @@ class Schedule:
         epochs: length of the run.
         warmup: epochs of a linear rise from 0 that multiplies the above.
         gamma: factor of step, multistep, exponential and inverse.
-        step_size: epochs, of step and cyclic.
-        milestones: epochs, of multistep.
+        step_size: epochs, of step and cyclic; None is 60 % of the run.
+        milestones: epochs, of multistep; None is 60 % and 80 % of the run.
         power: exponent of polynomial.
         end: last multiple of polynomial and cosine.
         peak: largest multiple of onecycle and cyclic.
@@ -72,15 +73,15 @@ class Schedule:
     _: KW_ONLY
     warmup: float = 0.0
     gamma: float = 0.1
-    step_size: int = 30
-    milestones: Sequence[int] = ()
+    step_size: float | None = None
+    milestones: Sequence[float] | None = None
     power: float = 1.0
     end: float = 0.0
     peak: float = 5.0
 
     def __post_init__(self) -> None:
         for problem, is_wrong in (
-            (f"step_size={self.step_size} must be at least 1", self.step_size < 1),
+            (f"step_size={self.step_size} must be above 0", self._step_size <= 0),
             (f"power={self.power} must be above 0", self.power <= 0),
             (f"end={self.end} must be from 0 to 1", not 0 <= self.end <= 1),
             (f"peak={self.peak} must be at least 1", not 1 <= self.peak <= LARGEST_PEAK),
@@ -92,7 +93,7 @@ class Schedule:
             if is_wrong:
                 raise ValueError(problem)
         try:
-            is_moderate = self.gamma <= 1 or self._shape(self.epochs - 1) <= LARGEST_PEAK
+            is_moderate = self.gamma <= 1 or self._shape(self.epochs - 1e-6) <= LARGEST_PEAK
         except OverflowError:
             is_moderate = False
         if not is_moderate:
@@ -108,16 +109,23 @@ class Schedule:
         warm = min(1.0, (progress + step) / self.warmup) if self.warmup else 1.0
         return warm * self._shape(progress)
 
+    @property
+    def _step_size(self) -> float:
+        return CHANGES[0] * self.epochs if self.step_size is None else self.step_size
+
     def _shape(self, progress: float) -> float:
-        whole = math.floor(progress + 1e-9)
+        done = progress + 1e-9  # as a step is no binary fraction of an epoch
+        whole = math.floor(done)
         share = min(1.0, max(0.0, (progress - self.warmup) / max(self.epochs - self.warmup, 1e-9)))
         match self.name:
             case "constant":
                 return 1.0
             case "step":
-                return self.gamma ** (whole // self.step_size)
+                return self.gamma ** (done // self._step_size)
             case "multistep":
-                return self.gamma ** bisect_right(sorted(self.milestones), whole)
+                shares = [share * self.epochs for share in CHANGES]
+                milestones = shares if self.milestones is None else sorted(self.milestones)
+                return self.gamma ** bisect_right(milestones, done)
             case "exponential":
                 return self.gamma**whole
             case "inverse":
@@ -129,7 +137,7 @@ class Schedule:
             case "onecycle":
                 return self._one_cycle(share)
             case "cyclic":
-                phase = progress / self.step_size % 2
+                phase = progress / self._step_size % 2
                 return 1 + (self.peak - 1) * (phase if phase <= 1 else 2 - phase)
         raise ValueError(f"unknown schedule {self.name}")
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as peers
 
 import ngd
 import resnet50_test
-from cli import factory
+from cli import factory, options
 from conftest import each_of, parsed
 from distributed.world import World
 from models.transformer import Transformer
@@ -92,6 +92,16 @@ def test_a_schedule_equals_torchs(name):
     else:
         expected = rates(peer, TOTAL)
     assert found == pytest.approx(expected, abs=1e-9)
+
+
+@each_of("name", ["step", "multistep", "cyclic"])
+def test_the_rate_falls_within_a_run_of_any_length(name):
+    for epochs in (1, 2, 4, 50):
+        args = parsed(resnet50_test, f"--lr_schedule {name} --epochs {epochs}")
+        factors = [options.create_lr_schedule(args)(epochs * k / 20) for k in range(20)]
+        assert factors[-1] < max(factors)
+    own = Schedule(name, 50, warmup=args.warmup, milestones=[30, 40], step_size=30)
+    assert factors == [own(50 * k / 20) for k in range(20)]
 
 
 @each_of("steps", [1, 7, 49, 390])  # 49 * (1 / 49) < 1
