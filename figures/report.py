@@ -266,9 +266,10 @@ def show_flag(value: Any) -> str:
 
 def class_scores(confusion: Confusion) -> Table:
     """Return a row for each class and one for their means: scores in percent, and rows."""
-    counts = torch.from_numpy(confusion.counts)
+    pairs = torch.from_numpy(confusion.counts)
+    counts = torch.stack([pairs.diag(), pairs.sum(1), pairs.sum(0)])
     scores = (100 * evaluation.class_scores(counts)).tolist()
-    rows = [*counts.sum(1).tolist(), counts.sum().item()]
+    rows = [*counts[1].tolist(), pairs.sum().item()]
     lines = zip([*confusion.classes, "mean, sum"], scores, rows)
     titles = ["class", "precision %", "recall %", "F1 %", "rows"]
     return [titles, *([name, *map("{:.2f}".format, each), str(n)] for name, each, n in lines)]

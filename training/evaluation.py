@@ -1,7 +1,7 @@
 """What a trained model is good for: its accuracy and F1, overall and of each class.
 
 result = evaluate(model, test, precision=precision, world=world, batch_size=256)
-result.loss, result.accuracy                # with count_classes=10 its confusion as well, for
+result.loss, result.accuracy                # with count_classes=10 counts of them as well, for
 print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
@@ -25,6 +25,7 @@ from training.progress_bar import progress_bar
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 METRIC_NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1", "loss": "loss"}  # in sentences
 TOP = 5  # most likely classes, of which one is to be right
+MAX_CONFUSED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,16 @@ class Evaluation:
     loss: float  # mean cross-entropy
     accuracy: float  # in 0..1
     top5_accuracy: float  # in 0..1; 1 for as many classes
+    # (3, classes) correct samples, samples and predictions of each; None where not asked for
+    class_counts: Tensor | None = None
     # (classes, classes) number of samples, by their class (row) and the predicted one (column);
-    # None where it was not asked for.
+    # None for more than `MAX_CONFUSED_CLASSES`.
     confusion: Tensor | None = None
 
     @property
     def macro_f1(self) -> float | None:
-        """The mean of the classes' F1, in 0..1; None without a confusion."""
-        return None if self.confusion is None else class_scores(self.confusion)[-1, 2].item()
+        """The mean of the classes' F1, in 0..1; None without their counts."""
+        return None if self.class_counts is None else class_scores(self.class_counts)[-1, 2].item()
 
 
 @torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
@@ -61,7 +64,7 @@ def evaluate(
     GPU has no memory for it.
 
     Args:
-        count_classes: number of classes whose confusion is counted; 0 counts none.
+        count_classes: number of classes that are counted; 0 counts none.
         title: with one, rank 0 shows a progress bar over its share.
     Raises:
         InputError: a GPU has no memory for one sample, or for a batch of a sharded model, or a
@@ -78,7 +81,8 @@ def evaluate(
         plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, top 5, samples
     rows = batch_size  # that the model takes at a time
-    pairs = torch.zeros(count_classes**2, dtype=torch.float64, device=world.device)
+    counts = sums.new_zeros(3, count_classes)
+    pairs = sums.new_zeros(count_classes**2 if count_classes <= MAX_CONFUSED_CLASSES else 0)
     bar = progress_bar(title, total, is_main=world.is_main and bool(title))
     # The ranks of a sharded model are inside its collectives, where one that fails ends alone.
     with bar, contextlib.nullcontext() if is_sharded else raise_together(world):
@@ -97,47 +101,56 @@ def evaluate(
                     rows = -(-rows // 2)
             if number >= mine:
                 continue
-            predicted = logits.argmax(1)
+            predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=torch.float64)
+            right = (predicted == labels).double()
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += (predicted == labels).sum()
+            sums[1] += right.sum()
             likely = logits.topk(min(TOP, logits.shape[1])).indices
             sums[2] += (likely == labels[:, None]).sum()
             sums[3] += len(labels)
             if count_classes:
-                ones = torch.ones_like(labels, dtype=torch.float64)
+                counts[0].index_add_(0, labels, right)
+                counts[1].index_add_(0, labels, ones)
+                counts[2].index_add_(0, predicted, ones)
+            if len(pairs):
                 pairs.index_add_(0, count_classes * labels + predicted, ones)
             bar.update(len(labels))
-    totals = world.sum(torch.cat([sums, pairs])).cpu()
-    loss, *counts, samples = totals[:4].tolist()
-    confusion = totals[4:].long().view(count_classes, count_classes) if count_classes else None
-    accuracy, top5_accuracy = (count / samples for count in counts)
-    return Evaluation(loss / samples, accuracy, top5_accuracy, confusion)
+    totals = world.sum(torch.cat([sums, counts.flatten(), pairs])).cpu()
+    loss, correct, in_top5, samples = totals[:4].tolist()
+    counts, pairs = totals[4:].long().tensor_split([counts.numel()])
+    return Evaluation(
+        loss / samples,
+        correct / samples,
+        in_top5 / samples,
+        class_counts=counts.view(3, count_classes) if count_classes else None,
+        confusion=pairs.view(count_classes, count_classes) if len(pairs) else None,
+    )
 
 
-def class_scores(confusion: Tensor) -> Tensor:
+def class_scores(class_counts: Tensor) -> Tensor:
     """Precision, recall and F1 of each class, and their means, in 0..1; as in scikit-learn.
 
     A score without rows is 0. The means are over the classes that have rows or predictions; that of
     F1 is the macro-F1.
 
     Args:
-        confusion: (classes, classes), as of `Evaluation`.
+        class_counts: (3, classes), as of `Evaluation`.
     Returns:
         (classes + 1, 3) float64, the means last.
     """
-    correct, rows, predicted = confusion.diag(), confusion.sum(1), confusion.sum(0)
+    correct, rows, predicted = class_counts
     parts = torch.stack([correct, correct, 2 * correct], dim=1).double()
     scores = parts / torch.stack([predicted, rows, rows + predicted], dim=1).clamp(min=1)
     return torch.cat([scores, scores[rows + predicted > 0].mean(0, keepdim=True)])
 
 
 def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
-    """A table for the console: accuracy and F1 of each class, from the confusion, and of all."""
-    assert evaluation.confusion is not None
-    scores, rows = class_scores(evaluation.confusion).tolist(), evaluation.confusion.sum(1).tolist()
+    """A table for the console: accuracy and F1 of each class, and of all."""
+    assert evaluation.class_counts is not None
+    scores, rows = class_scores(evaluation.class_counts).tolist(), evaluation.class_counts[1]
     lines = [
         f"{name:>20}  {100 * recall:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
-        for name, (_, recall, f1), number in zip(classes, scores, rows)
+        for name, (_, recall, f1), number in zip(classes, scores, rows.tolist())
     ]
     of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
     return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])

@@ -51,7 +51,6 @@ from training.run_log import RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
 from training.weight_average import WeightAverage
 
-MAX_COUNTED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
 DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
@@ -497,9 +496,6 @@ class Trainer:
 
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
         """What a model reaches on each evaluation set."""
-        count_classes = self.num_classes
-        if count_classes > MAX_COUNTED_CLASSES and "macro_f1" not in self.early_stop.chosen_by:
-            count_classes = 0
         return {
             name: evaluation.evaluate(
                 model,
@@ -507,7 +503,7 @@ class Trainer:
                 precision=self.precision,
                 world=self.world,
                 batch_size=self.config.eval_batch_size,
-                count_classes=count_classes,
+                count_classes=self.num_classes,
                 title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
             )
             for name, data in self.eval_sets.items()

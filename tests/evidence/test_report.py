@@ -17,6 +17,7 @@ import pytest
 import sklearn.metrics
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import errors
 import ranks
@@ -25,7 +26,7 @@ from distributed.world import World
 from figures import report
 from figures.run_logs import read_run
 from trainers import FP32
-from training.evaluation import evaluate
+from training.evaluation import MAX_CONFUSED_CLASSES, evaluate
 
 ROW = {"step": 10, "samples": 640, "lr": 0.1, "batch_size": 64, "world_size": 2, "devices": 2}
 ROW |= {"train_seconds": 2.0, "compile_seconds": 0.0, "train_loss": 2.0, "train_accuracy": 0.3}
@@ -217,13 +218,17 @@ def check_confusion(world: World) -> None:
     logits = torch.randn(51, 8, generator=torch.Generator().manual_seed(world.size))
     logits[:, 7] = -9.0  # neither a label nor predicted
     labels = Labelled([int(row.argsort()[7 - n % 7]) for n, row in enumerate(logits)])
-    result = evaluate(nn.Embedding.from_pretrained(logits), labels, count_classes=8, **settings)
+    result, of_many = (
+        evaluate(nn.Embedding.from_pretrained(each), labels, count_classes=len(each.T), **settings)
+        for each in (logits, F.pad(logits, (0, MAX_CONFUSED_CLASSES), value=-9.0))
+    )
     guesses = logits.argmax(1)
     assert result.confusion is not None
     counts = sklearn.metrics.confusion_matrix(labels, guesses, labels=range(8))
     assert result.confusion.tolist() == counts.tolist()
     f1 = sklearn.metrics.f1_score(labels, guesses, average="macro")
     top5 = sklearn.metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(8))
+    assert (of_many.macro_f1, of_many.confusion) == (result.macro_f1, None)
     assert (result.macro_f1, result.top5_accuracy) == (pytest.approx(f1), top5)
     assert result.accuracy == np.trace(counts) / 51
     assert 0.1 < result.accuracy < result.top5_accuracy < 0.9
