@@ -177,7 +177,7 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
+def did_you_mean(word: str, names: Iterable[str], *, similar: float = SIMILAR) -> str:
     """The end of a message about a misspelt word: '; did you mean sgd?', or '' without a guess.
 
     The guess is the three shortest names that begin with the word, or else the name that is most
@@ -188,7 +188,7 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     longer = [key for key in by_key if key.startswith(word)]
     guesses = sorted(longer, key=lambda key: (len(key), key))[:3]
     if len(word) < SHORTEST_BEGINNING or not guesses:
-        guesses = difflib.get_close_matches(word, by_key, n=1, cutoff=SIMILAR)
+        guesses = difflib.get_close_matches(word, by_key, n=1, cutoff=similar)
     meant = " or ".join(by_key[key] for key in guesses)
     return f"; did you mean {meant}?" if meant else ""
 

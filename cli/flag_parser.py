@@ -32,6 +32,7 @@ from errors import InputError, did_you_mean
 # -------------------------------------------------------------------- values
 
 MAX_FLOAT = 1e38  # about what fp32 holds
+SIMILAR_FLAGS = 0.8  # share of letters that a misspelt flag has; less would guess at other words
 
 
 path_text = os.path.expanduser  # an argparse type: ~ and ~NAME stand for home folders
@@ -383,12 +384,8 @@ class FlagParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             return f"{name}: this is neither a flag nor the value of one (see --help)"
         names = self.names()
-        known = [
-            each
-            for each, own in self.foreign.items()
-            if own.partition("=")[0] in names or not own.startswith("--")
-        ]
-        guess = did_you_mean(name, [*names, *known, *self.suggested])
+        known = [each for each, own in self.foreign.items() if own.partition("=")[0] in names]
+        guess = did_you_mean(name, [*names, *known, *self.suggested], similar=SIMILAR_FLAGS)
         return f"{name}: there is no such flag{guess or '; --help all prints all flags'}"
 
 

@@ -8,7 +8,7 @@ import sys
 
 import resnet50_test
 import transformer_test
-from cli.foreign_names import FOREIGN
+from cli.foreign_names import NAMES
 from errors import exit_code
 from figures.draw import replace_generated_section
 from figures.run_logs import ROOT
@@ -44,8 +44,8 @@ def page_with_flags(page: str) -> str:
         words = " ".join([", ".join(flag.names), flag.metavar]).strip().replace("|", r"\|")
         also = [
             f"`{foreign}`" + (f" (`{own.partition('=')[2]}`)" if "=" in own else "")
-            for foreign, own in FOREIGN.items()
-            if own.partition("=")[0] in flag.names
+            for own, names in NAMES.items()
+            for foreign in names.split() * (own.partition("=")[0] in flag.names)
         ]
         text += f"; also {', '.join(also)}" if also else ""
         rows.append(f"| {bold}`{words}`{bold} | {text} |")

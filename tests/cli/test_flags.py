@@ -44,8 +44,15 @@ def test_other_spellings_mean_the_same():
 
 
 def test_a_foreign_name_without_a_counterpart_says_what_there_is():
-    with pytest.raises(InputError, match="^--amp: there is no such flag; it is --precision"):
-        parse("--amp")
+    for name, answer in (
+        ("--amp", "it is --precision bf16"),
+        ("--min-lr", "it is --lr_args end=F"),
+        ("--deepspeed", "it is --parallel fsdp"),
+        ("--hflip", "--help all prints all flags"),  # not: did you mean --help?
+    ):
+        with pytest.raises(InputError, match=f"^{name}: there is no such flag; {answer}"):
+            parse(f"{name} 1")
+    assert parse("--save_total_limit 3") == {"keep": 3}
 
 
 def test_values_keep_their_hyphens():
