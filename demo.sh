@@ -32,10 +32,12 @@ echo "== Meta-mixup learns from held-out rows how samples are mixed: --ngd --met
 "$python" resnet50_test.py "${digits[@]}" --ngd --meta_learning --meta_every 4 \
     --out "$out/meta_mixup"
 echo
-echo "== Transformer on 400 embedded headlines"
-"$python" transformer_test.py --dataset headlines --optimizer adamw --bs 16 --lr 4e-4 --epochs 12 \
+echo "== Transformer on 400 embedded headlines, without the naive Bayes prior, which is right on 96 %"
+echo "   of them before anything is learned"
+# The best of the rates 1e-4, 2e-4, 3e-4, 4e-4 and 8e-4 on a held-out quarter, mean of three seeds.
+"$python" transformer_test.py --dataset headlines --optimizer adamw --bs 16 --lr 3e-4 --epochs 12 \
     --weight_decay 0.05 --lr_schedule onecycle --peak 5 --precision fp32 --threads 1 --seed 0 \
-    --out "$out/transformer"
+    --prior none --out "$out/transformer"
 echo
 echo "== Reports: one HTML file each, without scripts"
 "$python" -m figures.report "$out/sgd" "$out/ngd" "$out/meta_mixup" --out "$out/digits.html"
@@ -45,7 +47,7 @@ cat <<NEXT
 
 digits.html: NGD lowers the training loss in fewer epochs. On so small a network its epochs take
 longer: docs/natural_gradient.md compares on more data. Meta-mixup has learned how much to mix each
-pair of digits.
+pair of digits. headlines.html: the Transformer learns from 400 texts alone.
 
 Next:
   accuracy of each class

@@ -13,6 +13,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import options
+from conftest import run
 
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PYTHON = ".venv/bin/python"
@@ -56,3 +57,10 @@ def test_the_demo_compares_optimizers_alone_and_reports_its_runs(folder, monkeyp
     assert different == {"optimizer", "opt_args", "out"}
     reported = [call[2:-2] for call in calls(folder) if "figures.report" in call]
     assert sum(reported, []) == [each["out"] for each in flags.values()]
+
+
+def test_the_headlines_are_learned_epoch_by_epoch(folder, here):
+    command = next(call for call in calls(folder) if call[0] == "transformer_test.py")
+    run(transformer_test, *command[1:-2], "--out run")
+    accuracies = [row["test_accuracy"] for row in ranks.metrics(here / "run")]
+    assert accuracies[0] + 0.3 < accuracies[3] + 0.1 < accuracies[-1]
