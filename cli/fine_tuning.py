@@ -43,7 +43,8 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
         elif "max_len" in args:
             raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
         else:
-            saved = SavedModel(image_models.default_weights(args.arch))
+            weights, names = image_models.default_weights(args.arch)
+            saved = SavedModel(weights, names)
         if "max_len" not in args and not saved.preprocessing:
             usual = image_models.usual_preprocessing(args.arch)
             if args.weights != "DEFAULT":  # weights from elsewhere may be for any size
@@ -66,7 +67,7 @@ def begin_with_weights(
     """
     if isinstance(model, Encoder) and args.weights is None:
         with local_main_first(run.world), refused(args.arch):
-            line = model.load(args.arch)
+            line = model.load(args.arch, classes)
             if run.world.is_main:
                 print(line, flush=True)
         return

@@ -2,14 +2,15 @@
 
     saved = read_encoder("hf:distilbert-base-uncased")          # saved.encoder, saved.tokenizer
     model = Encoder(**saved.encoder, classes=2)                 # with random weights
-    line = model.load("hf:distilbert-base-uncased")             # with the pretrained ones
+    line = model.load("hf:distilbert-base-uncased", ["bad", "good"])    # with the pretrained ones
 
 Checkpoints hold `encoder` and `tokenizer`, so that a run needs neither network nor folder later.
 """
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names
-from models.pretrained import SavedModel
+from models.pretrained import SavedModel, classifier_names, describe_rows, matching_rows
 from models.transformer import mix_rows
 
 HF = "hf:"  # in front of the name of a model on the hub, or of a folder
@@ -83,18 +84,37 @@ class Encoder(nn.Module):
                 delattr(self.model, name)
                 self.model.add_module(name, child)
 
-    def load(self, arch: str) -> str:
-        """Take the pretrained weights; returns a line that says which layers begin anew."""
-        config = {"config": self.model.config, "dtype": torch.float32}
+    def load(self, arch: str, classes: Sequence[str]) -> str:
+        """Take the pretrained weights, of the classifier those of classes of the same name.
+
+        Returns a line that says what was loaded, and which layers and outputs begin anew.
+        """
+        from transformers import AutoConfig
+
+        folder, own = _find(arch), self.model.state_dict()
         more = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded, info = type(self.model).from_pretrained(_find(arch), **config, **more)
-        self.model.load_state_dict(loaded.state_dict())
-        new = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        load = partial(type(self.model).from_pretrained, folder, dtype=torch.float32, **more)
+        loaded, info = load(config=self.model.config)
+        state, mismatched = loaded.state_dict(), {name for name, *_ in info["mismatched_keys"]}
+        new = {*info["missing_keys"], *mismatched}
         frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         if random := sorted(new & frozen):
             raise InputError(f"--freeze: {list_names(random)} would stay random; leave it out")
-        anew = f"; begin anew: {list_names(sorted(new))}" if new else ""
-        return f"weights of {arch}: {len(loaded.state_dict()) - len(new)} tensors{anew}"
+        theirs, head = AutoConfig.from_pretrained(folder), classifier_names(self.model)
+        names = [theirs.id2label[number] for number in sorted(theirs.id2label)]
+        is_saved = info["missing_keys"].isdisjoint(head)
+        rows = matching_rows(names, classes) if is_saved else {}
+        saved = load(config=theirs)[0].state_dict() if rows and mismatched else state
+        for name in head:
+            anew = (state if name in new else own)[name].clone()
+            for row, saved_row in rows.items():
+                anew[row] = saved[name][saved_row]
+            state[name] = anew
+        self.model.load_state_dict(state)
+        new = new.difference(head)
+        line = f"weights of {arch}: {len(state) - len(new) - (0 if rows else len(head))} tensors"
+        line += f"; begin anew: {list_names(sorted(new))}" if new else ""
+        return line + describe_rows(head[0].rpartition(".")[0], rows, classes)
 
     def forward(
         self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None

@@ -58,9 +58,11 @@ def part_for_colours(model: nn.Module) -> nn.Module:
     return model
 
 
-def default_weights(arch: str) -> dict[str, Tensor]:
+def default_weights(arch: str) -> tuple[dict[str, Tensor], list[str]]:
     """The pretrained weights that torchvision, or timm, has for an architecture; downloads them.
 
+    Returns:
+        The weights, and the names of their classes, which timm does not know.
     Raises:
         InputError: there are none, or they cannot be downloaded.
     """
@@ -68,11 +70,12 @@ def default_weights(arch: str) -> dict[str, Tensor]:
         if arch.startswith(TIMM):
             import timm
 
-            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict()
+            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict(), []
         from torchvision import models
 
         weights = models.get_model_weights(arch).DEFAULT  # whose keys some models rename
-        return models.get_model(arch, weights=weights, progress=False).state_dict()
+        model = models.get_model(arch, weights=weights, progress=False)
+        return model.state_dict(), weights.meta["categories"]
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         problem = "could not be downloaded" if isinstance(error, OSError) else "has none"
         reason = getattr(error, "reason", first_line(error))

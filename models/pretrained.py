@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,8 +179,7 @@ def load_pretrained(
 ) -> str:
     """Load weights into a model. Its classifier keeps the outputs of classes of the same name.
 
-    Where the names of the saved classes are not known, the classifier is loaded if its shape is the
-    same. All other outputs begin as the model has them.
+    All other outputs begin as the model has them, as all do where the saved names are not known.
 
     Args:
         model: whose weights are replaced in place; it may take grey images where the weights are
@@ -200,12 +199,10 @@ def load_pretrained(
         for name, value in match_names(saved.weights, own, source=source).items()
         if name not in kept and not name.startswith(AUXILIARY)
     }
-    rows = _matching_rows(
-        {name: own[name] for name in classifier},
-        {name: weights[name] for name in classifier if name in weights},
-        saved.classes,
-        classes,
-    )
+    rows = matching_rows(saved.classes, classes)
+    shapes = {name: (len(saved.classes), *own[name].shape[1:]) for name in classifier}
+    if any(name not in weights or weights[name].shape != shapes[name] for name in classifier):
+        rows = {}
     for name in classifier:
         anew = own[name].clone()
         for row, saved_row in rows.items():
@@ -222,41 +219,42 @@ def load_pretrained(
     for name, value in model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"--weights {source}: {name} holds numbers that are not finite")
-    layer, num_outputs = classifier[0].rpartition(".")[0], len(own[classifier[0]])
-    if not rows:
-        shape = " x ".join(map(str, own[classifier[0]].shape))
-        num_loaded = len(own) - len(classifier)
-        return f"weights of {source}: {num_loaded} tensors; {layer} ({shape}) begins anew"
-    line = f"weights of {source}: {len(own)} tensors"
-    if len(rows) == num_outputs:
-        return line
-    new = [name for number, name in enumerate(classes) if number not in rows]
-    return f"{line}; in {layer} begin anew: {list_names(new)}"
+    num_loaded = len(own) - (0 if rows else len(classifier))
+    layer = classifier[0].rpartition(".")[0]
+    return f"weights of {source}: {num_loaded} tensors{describe_rows(layer, rows, classes)}"
 
 
-def _matching_rows(
-    own: Mapping[str, Tensor],
-    saved: Mapping[str, Tensor],
-    saved_classes: Sequence[str],
-    classes: Sequence[str],
-) -> dict[int, int]:
-    """Rows of the saved classifier by those of the model's own that they fit; {} where none does.
+def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[int, int]:
+    """The numbers of classes, and those of the saved classes of the same name.
 
-    Args:
-        own: weight and bias of the model's classifier, by name.
-        saved: the same of the saved model; some may be missing.
-        saved_classes: names of the saved classes; empty where they are not known.
+    Case does not count, unless two names differ in nothing else. A name that is there twice is left
+    out.
     """
-    if saved.keys() != own.keys() or any(
-        saved[name].shape[1:] != value.shape[1:] for name, value in own.items()
-    ):
-        return {}
-    outputs, saved_outputs = ({len(value) for value in each.values()} for each in (own, saved))
-    if outputs != {len(classes)} or saved_outputs != {len(saved_classes)}:
-        return {row: row for row in range(len(classes))} if outputs == saved_outputs else {}
-    numbers = {normal_form(str(name)): number for number, name in enumerate(saved_classes)}
-    names = map(normal_form, classes)
-    return {row: numbers[name] for row, name in enumerate(names) if name in numbers}
+    rows = {}
+    for fold in (str.casefold, str):
+        own, saved = (
+            [fold(normal_form(str(name))) for name in names] for names in (classes, saved_classes)
+        )
+        counts = Counter(own), Counter(saved)
+        numbers = {name: number for number, name in enumerate(saved)}
+        rows |= {
+            row: numbers[name]
+            for row, name in enumerate(own)
+            if [count[name] for count in counts] == [1, 1]
+        }
+    return rows
+
+
+def describe_rows(layer: str, rows: Mapping[int, int], classes: Sequence[str]) -> str:
+    """The end of a line that says what a classifier keeps, see `matching_rows`."""
+    new = [name for number, name in enumerate(classes) if number not in rows]
+    if not rows:
+        return f"; {layer} begins anew, as no class of the weights has the name of one here"
+    return (
+        f"; in {layer} begin anew: {list_names(new)}"
+        if new
+        else f"; {layer} keeps all outputs, by name"
+    )
 
 
 def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:

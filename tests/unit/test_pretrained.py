@@ -6,6 +6,7 @@ import shutil
 import urllib.error
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,7 +71,7 @@ def small(here: Path) -> Path:
 def test_fine_tuning_beats_training_from_scratch(source, small):
     run(resnet50_test, TUNE, "--out scratch")
     console = run(resnet50_test, TUNE, "--weights", source, "--out tuned")
-    assert "fc (5 x 64) begins anew" in console
+    assert "fc begins anew" in console
     tuned, scratch = (
         ranks.metrics(Path(each))[-1]["test_accuracy"] for each in ("tuned", "scratch")
     )
@@ -108,7 +109,7 @@ def test_an_exported_classifier_is_tuned_with_its_tokenizer(text_source, few_tex
     run(transformer_test, "--checkpoint", text_source, "--export text.safetensors")
     words = "--weights text.safetensors --freeze --prior naive_bayes --out tuned"
     console = run(transformer_test, TEXT_TUNE, words)
-    assert "head (2 x 32) begins anew" in console
+    assert "head begins anew" in console
     first = torch.load(text_source / "last.pt", weights_only=True)
     tuned = torch.load("tuned/last.pt", weights_only=True)
     assert tuned["tokenizer"] == first["tokenizer"]
@@ -176,15 +177,17 @@ def test_weights_of_many_kinds_of_files(tmp_path):
         path = tmp_path / name
         (safetensors.save_file if name == "a.safetensors" else torch.save)(content, path)
         other = create_named()
-        line = load_into(other, pretrained.read_saved_model(path))
-        assert line == f"weights of x: {len(state)} tensors", name
+        saved = pretrained.read_saved_model(path)
+        assert "fc begins anew" in load_into(other, saved), "whose classes are not known"
+        line = load_into(other, replace(saved, classes=list("abcde")))
+        assert line.startswith(f"weights of x: {len(state)} tensors"), name
         assert all(torch.equal(v, state[n]) for n, v in other.state_dict().items()), name
 
 
 def test_weights_of_a_model_that_asks_for_its_version():
     model = image_models.create_model("mnasnet0_5", classes=2, channels=3, image_size=32)
     for load in (
-        lambda weights: load_into(model, SavedModel(weights), "ab"),
+        lambda weights: load_into(model, SavedModel(weights, "ab"), "ab"),
         lambda weights: checkpoint.load_into(model, weights, "model"),
     ):
         weights = {name: value + 1 for name, value in model.state_dict().items()}
@@ -238,17 +241,17 @@ def test_files_without_the_weights_of_one_model_are_refused(tmp_path):
 
 
 def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name():
-    """Also where the name is written in another form of Unicode."""
+    """Also where the name is written in another form of Unicode or another case."""
     model, other = create_named(), create_named()
     own = model.fc.weight.detach().clone()
-    saved = SavedModel(other.state_dict(), ["a", "b", "cafe\u0301", "d", "e"])
+    saved = SavedModel(other.state_dict(), ["A", "b", "cafe\u0301", "d", "e"])
     line = load_into(model, saved, ["e", "x", "a", "y", "caf\u00e9"])
     assert line.endswith("tensors; in fc begin anew: x, y")
     for row, saved_row in ((0, 4), (2, 0), (4, 2)):
         assert torch.equal(model.fc.weight[row], other.fc.weight[saved_row])
         assert model.fc.bias[row] == other.fc.bias[saved_row]
     assert torch.equal(model.fc.weight[[1, 3]], own[[1, 3]])
-    assert load_into(model, saved, "vwxyz").endswith("fc (5 x 64) begins anew")
+    assert "fc begins anew" in load_into(model, saved, "vwxyz")
 
 
 @each_of(("name", "layers"), [("vit_b_16", 17), ("densenet121", 65), ("googlenet", 16)])
