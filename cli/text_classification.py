@@ -150,7 +150,9 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
         with refused(args.arch):
             wrapped = Encoder(**encoder, classes=len(metadata["classes"]), mix_at=args.mix_at)
         wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
-        wrapped.model.base_model.requires_grad_(not args.freeze)
+        if args.freeze:
+            wrapped.model.base_model.requires_grad_(False)
+            pretrained.hold_frozen(wrapped)
         return wrapped.to(run.world.device)
     with refused_as("--model_args"):
         model = Transformer(

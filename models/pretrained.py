@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,29 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
 
 
 def freeze_all_but_classifier(model: nn.Module) -> None:
-    """Train the classifier, and a prior's weight; BatchNorm's statistics still follow the data."""
+    """Train the classifier, and a prior's weight; what is frozen computes as in evaluation."""
     classifier = classifier_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in (*classifier, "prior_weight"))
+    hold_frozen(model)
+
+
+def hold_frozen(model: nn.Module) -> None:
+    """Let `model.train()` leave in evaluation mode whatever holds a frozen parameter.
+
+    BatchNorm's statistics stay, and nothing is dropped there. Copies of the model do the same.
+    """
+    model.train = partial(_train_unfrozen, model)  # type: ignore[method-assign]
+    model.train()
+
+
+def _train_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
+    type(model).train(model, False)
+    for module in [*model.modules()][1:] if mode else ():
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        if trained and all(trained):
+            module.train()  # with its dropout
+    return model
 
 
 def decay_layers(

@@ -109,6 +109,10 @@ class Trainer:
             self.communicating = self.optimizer
         # Each rank has weights and optimizer of its own between averagings.
         self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
+        layers = {name: [*each.parameters(False)] for name, each in self.model.named_modules()}
+        self.frozen = {
+            name for name, own in layers.items() if own and not any(p.requires_grad for p in own)
+        }
         self.is_sharded = fsdp.is_sharded(self.model)
         self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
         self.sums = StepSums(world.device)
@@ -540,10 +544,12 @@ class Trainer:
         return totals.skipped_in_a_row > self.scaler.is_enabled()
 
     def statistics(self) -> list[Tensor]:
-        """BatchNorm's running statistics, of the averaged weights as well."""
+        """BatchNorm's running statistics, of the averaged weights as well, but of frozen layers."""
         models = [self.model, *([self.average.model] if self.average is not None else [])]
         named = (pair for model in models for pair in model.named_buffers())
-        return [each for name, each in named if name.endswith(("running_mean", "running_var"))]
+        kinds = ("running_mean", "running_var")
+        moving = (pair for pair in named if pair[0].rpartition(".")[0] not in self.frozen)
+        return [each for name, each in moving if name.endswith(kinds)]
 
     def copied_statistics(self) -> list[Tensor]:
         """A copy of `statistics`."""

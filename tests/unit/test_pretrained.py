@@ -1,6 +1,8 @@
 """Fine-tuning: which files give weights, the classifier, frozen layers, rates of layers."""
 
+import copy
 import json
+import pickle
 import re
 import shutil
 import urllib.error
@@ -84,12 +86,23 @@ def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small):
     tuned = torch.load("run/last.pt", weights_only=True)["model"]
     first["conv1.weight"] = first["conv1.weight"].expand(-1, 3, -1, -1) / 3  # grey to colours
     same = {name for name in first if torch.equal(first[name], tuned[name])}
-    trained = {name for name, _ in create_named().named_parameters()} - same
-    assert trained == {"fc.weight", "fc.bias"}
+    assert first.keys() - same == {"fc.weight", "fc.bias"}, "also BatchNorm's statistics stay"
     run(resnet50_test, "--resume run --epochs 4")
     resumed = torch.load("run/last.pt", weights_only=True)["model"]
     assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
     assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
+
+
+def test_frozen_layers_stay_in_evaluation_mode_in_every_form_of_the_model():
+    head = nn.Sequential(nn.Dropout(), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), head)
+    pretrained.freeze_all_but_classifier(model)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), nn.Sequential(model)[0]
+    for each in (model, *copies):
+        each.eval()
+        nn.Sequential(each).train()  # as DistributedDataParallel does
+        assert [module.training for module in each.modules()] == 4 * [False] + 3 * [True]
+    assert not any(module.training for module in copies[0].eval().modules())
 
 
 @pytest.fixture
