@@ -231,7 +231,7 @@ def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[
     Case does not count, unless two names differ in nothing else. A name that is there twice is left
     out.
     """
-    rows = {}
+    rows: dict[int, int] = {}
     for fold in (str.casefold, str):
         own, saved = (
             [fold(normal_form(str(name))) for name in names] for names in (classes, saved_classes)
