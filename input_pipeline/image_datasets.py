@@ -340,7 +340,7 @@ def read_image(
         channels: 3 for colour, 1 for grey.
         interpolation: as of `ImageSplit`.
     Raises:
-        InputError: the file cannot be read, or its pixels are floats or 32-bit integers.
+        InputError: the file cannot be read, has no pixels, or those are floats or 32-bit integers.
     """
     path = os.fsdecode(source) if isinstance(source, bytes) else "pixels"
     try:
@@ -351,6 +351,8 @@ def read_image(
             with contextlib.suppress(Exception):  # of damaged metadata beside sound pixels
                 ImageOps.exif_transpose(image, in_place=True)
             side = min(image.size)
+            if not side:
+                raise ValueError("it has no pixels")
             left, top = ((length - side) // 2 for length in image.size)
             square = left, top, left + side, top + side
             part = image.crop(draw_part(image) if draw_part else square)

@@ -92,12 +92,13 @@ class TextSplit:
 def clean_text(text: str) -> str:
     """Remove HTML tags, entities and URLs, fold white space, and compose characters (NFC).
 
-    A backslash becomes a space, since AG News has one where a line ended.
+    A backslash becomes a space, since AG News has one where a line ended, a lone surrogate '?'.
 
     >>> clean_text('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
     'Oil up at today'
     """
-    text = ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text.replace("\\", " "))
+    text = text.encode("utf-8", "replace").decode("utf-8").replace("\\", " ")
+    text = ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text)
     text = URL.sub(" ", TAG.sub(" ", html.unescape(text)))
     return unicodedata.normalize("NFC", " ".join(text.split()))
 

@@ -13,14 +13,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
+from errors import InputError, excerpt, first_line
 from training import checkpoint
+
+if TYPE_CHECKING:
+    from input_pipeline.tokenization import AnyTokenizer
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
@@ -77,11 +81,13 @@ class Classifier:
 
         Args, raises: see `predict`.
         """
-        if isinstance(samples, str | Mapping) or not hasattr(samples, "__len__"):
+        if isinstance(samples, str | Mapping) or not hasattr(samples, "__getitem__"):
             raise TypeError("give a list of samples, also of a single one")
         shape: tuple[int, ...] = getattr(samples, "shape", ())
         if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
             raise TypeError("give a list of samples, also of a single image")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
         parts = [torch.empty(0, len(self.classes))]
         for start in range(0, len(samples), batch_size):
             logits = self.model(self.prepare(samples[start : start + batch_size]))
@@ -92,7 +98,7 @@ class Classifier:
 def _text_classifier(
     state: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, Callable[[Sequence[str]], Tensor]]:
-    from input_pipeline import text_batches, tokenization
+    from input_pipeline import tokenization
     from models import hugging_face, transformer
 
     tokenizer, classes = tokenization.load_tokenizer(state["tokenizer"]), len(state["classes"])
@@ -104,22 +110,23 @@ def _text_classifier(
         sizes |= state["flags"]["model_args"]
         model = transformer.Transformer(tokenizer.get_vocab_size(), classes, **sizes)
 
-    def prepare(texts: Sequence[str]) -> Tensor:
-        if strange := [text for text in texts if not isinstance(text, str)]:
-            raise TypeError(f"{strange[0]!r} is not a text")
-        settings = {"max_len": state["max_len"], "pad": state["pad"]}
-        return text_batches.encode_texts(texts, tokenizer, **settings).to(device)
+    settings = {"max_len": state["max_len"], "pad": state["pad"], "device": device}
+    return model, partial(_prepare_texts, tokenizer=tokenizer, **settings)
 
-    return model, prepare
+
+def _prepare_texts(
+    texts: Sequence[str], *, tokenizer: AnyTokenizer, max_len: int, pad: int, device: torch.device
+) -> Tensor:
+    from input_pipeline.text_batches import encode_texts
+
+    if strange := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"{excerpt(strange[0])} is not a text")
+    return encode_texts(texts, tokenizer, max_len=max_len, pad=pad).to(device)
 
 
 def _image_classifier(
     state: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, Callable[[Sequence[Any]], Tensor]]:
-    import numpy as np
-    from PIL import Image
-
-    from input_pipeline import image_datasets
     from models import image_models
 
     size, channels = state["size"], state["channels"]
@@ -128,26 +135,35 @@ def _image_classifier(
         state["flags"]["arch"], classes=len(state["classes"]), channels=channels, image_size=size
     )
 
-    def source(image: Any) -> Any:
+    settings = {"size": size, "channels": channels, "interpolation": state["interpolation"]}
+    return model, partial(_prepare_images, mean=mean, std=std, **settings)
+
+
+def _prepare_images(
+    images: Sequence[Any], *, mean: Tensor, std: Tensor, size: int, **settings: Any
+) -> Tensor:
+    from input_pipeline.image_datasets import read_images
+
+    pixels = read_images([_source(image) for image in images], size, **settings)
+    return ((pixels.to(mean.device) / 255 - mean) / std).permute(0, 3, 1, 2)
+
+
+def _source(image: Any) -> Any:
+    """An image as `read_images` takes it."""
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(image, Image.Image):
+        return image
+    try:
         if isinstance(image, str | os.PathLike):
             return os.fsencode(image)
-        if isinstance(image, Image.Image):
-            return image
         pixels = np.asarray(image)
-        if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2:
-            raise InputError(
-                f"an array of {pixels.dtype} {pixels.shape}: give uint8 of (height, width) or "
-                "(height, width, 3)"
-            )
-        return pixels.reshape(*pixels.shape[:2], -1)
-
-    def prepare(images: Sequence[Any]) -> Tensor:
-        pixels = image_datasets.read_images(
-            [source(image) for image in images],
-            size,
-            channels=channels,
-            interpolation=state["interpolation"],
+    except Exception as error:  # of many kinds: lists of several lengths, tensors on a GPU
+        raise InputError(f"{excerpt(image)} is no image ({first_line(error)})") from None
+    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2:
+        raise InputError(
+            f"an array of {pixels.dtype} {pixels.shape}: give uint8 of (height, width) or "
+            "(height, width, 3)"
         )
-        return ((pixels.to(device) / 255 - mean) / std).permute(0, 3, 1, 2)
-
-    return model, prepare
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]

@@ -1,5 +1,6 @@
 """--arch hf:NAME: encoders of Hugging Face Transformers, tiny ones with random weights."""
 
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from models.hugging_face import Encoder, read_encoder
 from models.pretrained import decay_layers
 from optimizers.param_groups import ngd_groups
 from test_training import exported_metadata
-from training import checkpoint
+from training import checkpoint, classifier
 
 hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
 BASE = "--dataset headlines --subset 0.4 --bs 16 --epochs 2 --threads 1 --precision fp32"
@@ -117,6 +118,7 @@ def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     ranks.same_run(here / "run", here / "resumed", files=["last"])  # best is chosen anew
     (here / "lines.txt").write_text("\n".join(TEXTS))
     assert TEXTS[0] in run(transformer_test, "--checkpoint run --predict lines.txt")
+    assert len(pickle.loads(pickle.dumps(classifier.load("run"))).predict(TEXTS)) == 3
     tuned = run(transformer_test, base, "--weights run --freeze --max_len 9 --out tuned")
     assert "weights of" in tuned
     first, second = ranks.weights(here / "run"), ranks.weights(here / "tuned")

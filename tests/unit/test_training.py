@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -211,7 +212,7 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
 
     resumed("--predict zero.png --predict_out zero.jsonl")
     expected = json.loads(Path("zero.jsonl").read_text())["probabilities"]
-    classifier = load("run/last.pt")
+    classifier = pickle.loads(pickle.dumps(load("run/last.pt")))
     image = Image.open("zero.png")
     for samples in (["zero.png"] * 3, [Path("zero.png"), image, pixels, image.convert("RGB")]):
         found = classifier.probabilities(samples, batch_size=2)
@@ -219,6 +220,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
             assert dict(zip(classifier.classes, row)) == pytest.approx(expected, abs=2e-6)
     assert classifier.predict(["zero.png"]) == ["0"]
     assert classifier.probabilities([]).shape == (0, 10)
+    for bad in (pixels[:0], pixels[:, :0], Image.new("L", (0, 3)), None, [[1], [1, 2]], "\ud800"):
+        with pytest.raises(errors.InputError):
+            classifier.predict([bad])
     for alone in ("zero.png", pixels, pixels[..., None].repeat(3, 2)):
         with pytest.raises(TypeError, match="give a list of samples"):
             classifier.predict(alone)
@@ -269,7 +273,8 @@ def test_predict_and_export_of_texts(finished, monkeypatch):
     assert source.startswith("weights of run/last.pt: epoch 8, test accuracy ")
     assert [line.split(": ")[1].split()[0] for line in lines] == ["Sports", "Business"]
     texts = Path("lines.txt").read_text().split("\n\n")
-    assert load("run").predict(texts) == ["Sports", "Business"]
+    classifier = pickle.loads(pickle.dumps(load("run")))
+    assert classifier.predict([f"\ud800 {text}" for text in texts]) == ["Sports", "Business"]
     metadata = exported_metadata(transformer_test)
     assert metadata["classes"] == ["World", "Sports", "Business", "Sci/Tech"]
     assert json.loads(metadata["tokenizer"])["model"]["vocab"]
