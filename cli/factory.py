@@ -196,7 +196,7 @@ def choose_rows(
     fingerprint = check_data(
         run.world,
         classes,
-        labels={name: splits[name].labels for name in used},
+        data={name: splits[name] for name in used},
         state=run.checkpoint,
         source=f"--data_dir {args.data_dir}",
     )

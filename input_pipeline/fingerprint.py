@@ -1,14 +1,14 @@
 """Whether a run has the data that it should: the same on all ranks, and that of its checkpoint.
 
-metadata["data"] = check_data(world, classes, labels={"train": labels}, state=state, source="DIR")
+metadata["data"] = check_data(world, classes, data={"train": split}, state=state, source="DIR")
 """
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from distributed.agreement import check_equal
 from distributed.world import World
@@ -21,7 +21,7 @@ def check_data(
     world: World,
     classes: Sequence[str],
     *,
-    labels: Mapping[str, Sequence[int] | Tensor],
+    data: Mapping[str, Any],
     state: Mapping[str, Any] | None,
     source: str,
 ) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def check_data(
     compared, so that data that is decoded later costs nothing here. Collective.
 
     Args:
-        labels: the class number of each row of the data set, by the name of the split.
+        data: the splits by their names: the `labels` of all rows, and `marks()`, bytes that differ
+            where ranks would mean other rows of the same labels by the same numbers.
         state: the checkpoint that the run goes on from, or None.
         source: how the user named the data.
     Returns:
@@ -40,10 +41,12 @@ def check_data(
         InputError: the ranks read different data, or the classes are not those of the checkpoint.
     """
     splits: dict[str, dict[str, Any]] = {}
-    for name, numbers in labels.items():
-        digest = hashlib.sha256(np.asarray(numbers, dtype=np.int64).tobytes()).hexdigest()
-        splits[name] = {"rows": len(numbers), "labels": digest[:DIGITS]}
-    values = {f"the {name} split": split for name, split in splits.items()}
+    for name, split in data.items():
+        digest = hashlib.sha256(np.asarray(split.labels, dtype=np.int64).tobytes()).hexdigest()
+        splits[name] = {"rows": len(split.labels), "labels": digest[:DIGITS]}
+    values: dict[str, Any] = {f"the {name} split": split for name, split in splits.items()}
+    for name in data if world.size > 1 else ():
+        values[f"the hash of the {name} files"] = zlib.crc32(data[name].marks())
     check_equal(
         world, {**values, "the list of classes": classes}, advice="give all nodes the same data"
     )

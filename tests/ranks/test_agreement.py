@@ -68,6 +68,8 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
     images = "--dataset folder --arch resnet8 --bs 4 --epochs 1 --threads 1 --data_dir"
     fp16 = "--precision fp16"
     one, other = (str(write_images(tmp_path / f"images-{n}", "ab", rows=n, size=8)) for n in (8, 7))
+    renamed = shutil.copytree(one, tmp_path / "renamed")
+    (renamed / "train" / "a" / "03.png").rename(renamed / "train" / "a" / "033.png")
 
     def is_named(flags: str, more: str, expected: str) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -86,6 +88,7 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
             (FLAGS, "--optimizer sgd", "--optimizer is ngd on rank 0 and sgd on rank 1"),
             (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [3, "),
             (f"{images} {one}", f"--data_dir {other}", "the train split is {'rows': 16, "),
+            (f"{images} {one}", f"--data_dir {renamed}", "the hash of the train files is "),
             (f"{images} {one}", "--data_dir nowhere", "nowhere"),
             (f"{images} nowhere", f"--data_dir {one}", "nowhere"),
         ],
