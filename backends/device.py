@@ -1,7 +1,7 @@
 """The device of a process: which one, its bf16 support, CPU threads and memory.
 
 device = choose_device("auto", local_rank=0)        # this process's GPU, or the CPU
-set_num_threads(0, local_world_size=2)              # half the cores of this node
+set_num_threads(0, sharers=2)                       # half the cores of this node
 print(peak_memory(device), "bytes")
 """
 
@@ -70,7 +70,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def set_num_threads(threads: int, local_world_size: int) -> None:
+def set_num_threads(threads: int, sharers: int) -> None:
     """Set the number of torch's CPU threads.
 
     torchrun sets OMP_NUM_THREADS=1 where the user has not set it, which would leave all other cores
@@ -79,8 +79,8 @@ def set_num_threads(threads: int, local_world_size: int) -> None:
 
     Args:
         threads: the number; 0 takes OMP_NUM_THREADS if that is larger than 1, and else divides the
-            cores among the processes of this node.
-        local_world_size: number of processes on this node.
+            cores among the processes that share them.
+        sharers: number of processes that use these cores.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and requested.isdigit() and int(requested) > 1:
@@ -89,7 +89,7 @@ def set_num_threads(threads: int, local_world_size: int) -> None:
         cores = num_cores()
         if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":
             cores = max(cores, torch.get_num_threads())
-        threads = max(1, cores // local_world_size)
+        threads = max(1, cores // sharers)
     torch.set_num_threads(threads)
 
 

@@ -143,7 +143,7 @@ def create_run(args: Namespace, script: str, world: World, checkpoint: Any = Non
     """
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
-    device.set_num_threads(args.threads, world.local_size)
+    device.set_num_threads(args.threads, world.core_sharers)
     ort_auto = args.precision == "auto" and args.backend == "ort"  # ORTModule computes in fp32
     in_fp32 = ort_auto or args.predict or args.export
     precision = choose_precision("fp32" if in_fp32 else args.precision, world.device)

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distributed.worker import is_restarted, last_failure
+from distributed.worker import is_restarted
 from distributed.world import READ_SECONDS, World
-from errors import LOST_PEER, InputError, SharedInputError
+from errors import InputError, SharedInputError
 
 Result = TypeVar("Result")
 LONGEST_VALUE = 60  # characters of a value in a message
@@ -52,18 +52,10 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
 
 
 def report_restart(world: World, epoch: int) -> None:
-    """Say on rank 0 why torchrun restarted the job, and from which epoch it goes on; collective."""
-    failures = [failure for failure in world.gather(last_failure()) if failure]
-    if not (world.is_main and is_restarted()):
-        return
-    count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
-    reason = ""
-    if failures:
-        # A process that has lost another one ends as well, later and with that code.
-        rank, code = min(failures, key=lambda failure: failure[1] == LOST_PEER)
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        reason = f" after process {rank} ended {how}"
-    print(f"restart {count}{reason}, from epoch {epoch}", file=sys.stderr, flush=True)
+    """Say on rank 0 that torchrun restarted the job, and from which epoch it goes on."""
+    if world.is_main and is_restarted():
+        count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
+        print(f"restart {count}, from epoch {epoch}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -119,7 +111,7 @@ def node_memory(world: World, num_bytes: int) -> Tensor:
     with open(os.memfd_create("node_memory"), "r+b") as file:
         file.truncate(num_bytes)
         own = f"/proc/{os.getpid()}/fd/{file.fileno()}", num_bytes
-        path, size = world.all_gather(own)[world.rank - world.local_rank]
+        path, size = world.all_gather(own)[world.node[0]]
         memory = torch.empty(0, dtype=torch.uint8)
         if size:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
@@ -137,13 +129,13 @@ def once_a_node(world: World, action: Callable[[], Result]) -> Result:
     """
     with tempfile.TemporaryFile() as file:
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        first_path = world.all_gather(path)[world.rank - world.local_rank]
+        first_path = world.all_gather(path)[world.node[0]]
         with local_main_first(world):
             if world.local_rank > 0:
                 with contextlib.suppress(OSError), open(first_path, "rb") as first_file:
                     return pickle.load(first_file)
             result = action()
-            if world.local_size > 1:
+            if len(world.node) > 1:
                 pickle.dump(result, file)
                 file.flush()
             return result

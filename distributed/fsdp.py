@@ -72,7 +72,7 @@ def shard(
     gathered = own_dtype.itemsize * (whole - in_blocks + 2 * in_norms)
     gathered += (compute_dtype or own_dtype).itemsize * 2 * (in_blocks - in_norms)
     averaged = (wire_dtype or own_dtype).itemsize * whole
-    shards = world.size if kind == "fsdp" else world.local_size
+    shards = world.size if kind == "fsdp" else len(world.node)
     nodes = world.size // shards
     # Gathering shards, or reducing gradients to them, sends half as much as an all-reduce.
     weights = Traffic(gathered, Traffic.reduced(gathered, shards).wire / 2)
@@ -90,20 +90,19 @@ def shard(
 def device_mesh(world: World, kind: str) -> Any:
     """The ranks as a DeviceMesh: a line for 'fsdp', nodes x ranks of a node for 'hsdp'."""
     # Here, since this import and torch.distributed.checkpoint load torch's compiler.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if world.shares_gpu:  # gloo, which connects such ranks, crashes in fully_shard
         raise InputError(f"--parallel {kind} needs a GPU for each process; use --parallel ddp")
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
-    nodes = world.size // world.local_size
-    if nodes == 1 or world.size % world.local_size:
+    if len(world.nodes) == 1 or len(set(map(len, world.nodes))) > 1:
         raise InputError(
             "--parallel hsdp needs several nodes with the same number of processes; "
             "use --parallel fsdp on one node"
         )
     names = ("replicate", "shard")
-    return init_device_mesh(world.device.type, (nodes, world.local_size), mesh_dim_names=names)
+    return DeviceMesh(world.device.type, torch.tensor(world.nodes), mesh_dim_names=names)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -15,6 +15,10 @@ import socket
 import struct
 from pathlib import Path
 
+import torch.distributed as dist
+
+from errors import InputError, refused_as
+
 SIOCGIFADDR = 0x8915  # of netdevice(7): the IPv4 address of an interface
 
 
@@ -52,3 +56,31 @@ def interface_of(address: str) -> str:
             if found == wanted.packed:
                 return name
     return ""
+
+
+def check_interfaces(*, is_gpu: bool) -> None:
+    """Check the interfaces that the user chose for gloo, and for NCCL where there is a GPU.
+
+    Raises:
+        InputError: one of them is not there, or has no address.
+    """
+    gloo, nccl = (os.environ.get(f"{each}_SOCKET_IFNAME", "") for each in ("GLOO", "NCCL"))
+    here, kinds = [name for _, name in socket.if_nameindex()], (RuntimeError,)
+    with refused_as(f"GLOO_SOCKET_IFNAME={gloo}, of {', '.join(here)}", kinds):
+        for name in filter(None, gloo.split(",")):
+            dist.ProcessGroupGloo.create_device(interface=name)
+    wanted = tuple(nccl.removeprefix("=").split(","))  # =: exactly these, ^: any but these
+    is_here = [name in wanted if nccl[:1] == "=" else name.startswith(wanted) for name in here]
+    if is_gpu and nccl[:1] != "^" and not any(is_here):
+        raise InputError(f"NCCL_SOCKET_IFNAME={nccl}: not one of {', '.join(here)}")
+
+
+def check_port(port: int) -> None:
+    """Check that this machine can listen at a port.
+
+    Raises:
+        InputError: another process does, or it is not allowed.
+    """
+    kinds = (OSError, OverflowError)
+    with refused_as(f"MASTER_PORT={port}: this machine cannot listen there", kinds):
+        socket.create_server(("", port)).close()

@@ -12,10 +12,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import json
 import os
-import sys
+import socket
+import time
 import uuid
-from collections.abc import Iterator
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -32,9 +35,10 @@ from backends.torch_compat import (
     unavailable_reason,
 )
 from distributed.averaging import Traffic
-from distributed.interface import own_address, use_interface_of
-from distributed.worker import end_with_launcher, end_with_sweep, is_restarted
-from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError, refused_as
+from distributed.interface import check_interfaces, check_port, own_address, use_interface_of
+from distributed.waiting import named_wait, why_unreachable
+from distributed.worker import end_with_launcher, end_with_sweep
+from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError
 
 if dist.is_available():
     # The default arguments of its functions are the default group of the time of its import. Were
@@ -44,6 +48,9 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
+MOST_RANKS, MOST_PORTS = 10**6, 2**16 - 1
+MOST_NAMED = 8  # ranks in a message
+POLL_SECONDS = 0.05
 RESTART_SECONDS = 20.0  # in which the processes of a restarted job come back, if they do
 LOST_PEER_SIGNS = (  # in messages of gloo, of nccl and of the store in which the ranks meet
     "closed by peer",
@@ -78,7 +85,8 @@ class World:
 
     Attributes:
         rank, size: this process's number and how many processes there are.
-        local_rank, local_size: the same on this node.
+        nodes: the ranks of each node, in ascending order, as the ranks have found them.
+        core_sharers: how many processes share this one's CPU cores.
         device: where this process computes.
         control: a gloo group for agreements between the hosts, which never touch the device; None
             in a single process.
@@ -90,8 +98,8 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
+    nodes: Sequence[Sequence[int]] = ((0,),)
+    core_sharers: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: dist.ProcessGroup | None = None
     traffic: Traffic = Traffic()
@@ -105,11 +113,21 @@ class World:
         return self.rank == 0
 
     @property
+    def node(self) -> Sequence[int]:
+        """The ranks of this node; the first of them does what one process does for all."""
+        return next((node for node in self.nodes if self.rank in node), (self.rank,))
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self.node.index(self.rank)
+
+    @property
     def devices(self) -> int:
         """How many GPUs are in use, or on CPUs how many nodes: what device-hours count."""
         if self.device.type == "cuda" and not self.shares_gpu:
             return self.size
-        return self.size // self.local_size
+        return len(self.nodes)
 
     # ---------------------------------------------------------------- on the devices
 
@@ -234,42 +252,37 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         InputError: the device is not there, or this torch cannot share it between processes.
         LostPeer: another process has ended or does not answer.
     """
-    env = os.environ
-    with refused_as("a launcher's variables"):
-        local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-    device = choose_device(device_name, local_rank)
-    if not under_torchrun():
+    rank, size = 0, 1
+    if under_torchrun():
+        end_with_launcher()
+        size = _number("WORLD_SIZE", 1, MOST_RANKS)
+        rank = _number("RANK", 0, size - 1)
+    else:
         end_with_sweep()
-        yield World(device=device, limits=limits)
-        return
-    end_with_launcher()
-    # --device cuda:N puts several processes on one GPU, which NCCL refuses.
-    shares_gpu = device.type == "cuda" and local_size > 1 and ":" in device_name
-    backend = "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
-    if shares_gpu and (reason := unavailable_reason("shared_gpu")):
-        raise InputError(f"--device {device_name} of several processes {reason}; use --device auto")
-    with refused_as("a launcher's variables"):
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    world = World(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        device=device,
-        shares_gpu=shares_gpu,
-        limits=limits,
-        time_limit=limits.start,
-    )
-    has_failed = True
+    world = World(rank, size, limits=limits, time_limit=limits.start)
+    backend, has_failed = "gloo", True
     try:
-        _init_process_group(world, backend)
+        has_gpu = device_name != "cpu" and torch.cuda.is_available()
+        store = _meet_at_first(world, "cuda" if has_gpu else "cpu") if size > 1 else None
+        # A node's launchers, if there are several, may each have GPUs that they count from 0.
+        local_rank = _number("LOCAL_RANK", 0, MOST_RANKS, default=str(world.local_rank))
+        world.device = choose_device(device_name, local_rank)
+        # --device cuda:N puts several processes on one GPU, which NCCL refuses.
+        world.shares_gpu = has_gpu and ":" in device_name and len(world.nodes) < size
+        if world.shares_gpu and (reason := unavailable_reason("shared_gpu")):
+            raise InputError(
+                f"--device {device_name} of several processes {reason}; use --device auto"
+            )
+        if store is not None:
+            backend = "nccl" if world.device.type == "cuda" and not world.shares_gpu else "gloo"
+            _init_process_group(world, backend, store)
         yield world
         has_failed = False
         if gloo_needs_final_barrier() and world.control is not None:
             dist.barrier(group=world.control)
     except RuntimeError as error:
         reason = lost_peer_reason(error, world.time_limit)
-        if reason and world.size > 1:
+        if reason and size > 1:
             raise LostPeer(
                 f"rank {world.rank} has lost another process ({reason}); the messages of the "
                 "others tell why; after a checkpoint the run can go on with --resume"
@@ -283,82 +296,156 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
             dist.destroy_process_group()
 
 
-def _init_process_group(world: World, backend: str) -> None:
+def _number(name: str, least: int, most: int, default: str = "") -> int:
+    """A launcher's number in the environment; an InputError where it is not from least to most."""
+    text = os.environ.get(name, "").strip() or default
+    if text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    raise InputError(f"{name}={text}: a launcher sets a number from {least} to {most}")
+
+
+def _init_process_group(world: World, backend: str, store: dist.Store) -> None:
     """Connect the ranks, with the default group and that of `control`."""
-    timeout = timedelta(seconds=world.limits.start)
-    with refused_as("a launcher's variables"):  # MASTER_ADDR and MASTER_PORT
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        backend,
-        store=_meet(store, world, backend),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=world.device if backend == "nccl" else None,
-    )
-    if world.size > 1:
+    with named_wait(lambda: "the processes connect to each other", world.limits.start):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=world.limits.start),
+            device_id=world.device if backend == "nccl" else None,
+        )
         world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
-        world.set_time_limit(world.limits.start)
+    world.set_time_limit(world.limits.start)
 
 
-def _meet(store: dist.Store, world: World, backend: str) -> dist.Store:
-    """Wait for all ranks, choose the interface between the nodes, and return a store of their own.
+def _meet_at_first(world: World, device_type: str) -> dist.Store:
+    """Meet the other ranks at MASTER_ADDR, and return a store that has been given to them alone.
+
+    Raises:
+        InputError: the variables of the network are wrong.
+    """
+    check_interfaces(is_gpu=device_type == "cuda")
+    host, port = os.environ.get("MASTER_ADDR", "").strip(), _number("MASTER_PORT", 1, MOST_PORTS)
+    if not host:
+        raise InputError("MASTER_ADDR must name the host of rank 0")
+    # torchrun's own process may be the one that has the store.
+    is_host = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_host:
+        check_port(port)
+    missing = set(range(world.size)) if world.is_main else {0}
+
+    def reason() -> str:
+        some = f"ranks {sorted(missing)[:MOST_NAMED]} of {world.size} have not come"
+        return why_unreachable(host, port) or (some if world.is_main or missing else "")
+
+    with named_wait(reason, world.limits.start):
+        while not is_host and why_unreachable(host, port):
+            time.sleep(1)  # torch prints much meanwhile
+        store = dist.TCPStore(
+            "127.0.0.1" if is_host else host,  # whatever its name is elsewhere
+            port,
+            is_master=is_host,
+            timeout=timedelta(seconds=world.limits.start),
+            wait_for_workers=False,
+        )
+        return _meet(store, world, device_type, missing)
+
+
+# what a rank tells the others when it comes; the file and its token let them see its node
+_Arrival = namedtuple("_Arrival", "device_type cores file token host")
+
+
+def _meet(store: dist.Store, world: World, device_type: str, missing: set[int]) -> dist.Store:
+    """Wait for all ranks, find out the nodes and the interface between them.
 
     torchrun's store holds what earlier starts of the job have left, as the addresses of dead
     processes. So the ranks meet under a name that they have not had before, once each has shown
     that it lives. A node that was lost may come late, from a launcher that was started anew.
 
+    Args:
+        missing: the ranks for which this one waits, kept up to date.
+    Returns:
+        A store of these ranks alone.
     Raises:
         InputError: some processes have a GPU and others have none.
     """
-    nodes_differ = world.size > world.local_size
-    mine = own_address(os.environ["MASTER_ADDR"]) if nodes_differ else ""
-    arrival = f"{backend} {mine} {uuid.uuid4().hex}"
-    store.set(f"arrived/{world.rank}", arrival)
-    if world.is_main:
-        store.set(f"alive/{arrival}", "")
-        arrivals = _living_arrivals(store, world)
-        backends = ",".join(sorted({each.split()[0] for each in arrivals}))
-        for each in arrivals:
-            store.set(f"start/{each}", f"{backends} {arrivals[-1]}")
-    else:
-        store.get(f"seen/{arrival}")
-        store.set(f"alive/{arrival}", "")
-    start = store.get(f"start/{arrival}").decode()
-    if "," in start:
-        raise SharedInputError("some processes have a GPU, and others none; give --device cpu")
-    if nodes_differ:
+    token = uuid.uuid4().hex
+    with open(os.memfd_create(token)) as file:
+        cores = f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        arrival = " ".join(_Arrival(device_type, cores, path, token, socket.gethostname()))
+        store.set(f"arrived/{world.rank}", arrival)
+        if world.is_main:
+            store.set(f"alive/{arrival}", "")
+            arrivals = _living_arrivals(store, world, missing)
+            store.set(f"all/{token}", json.dumps(arrivals))
+            for each in arrivals:
+                store.set(f"start/{each}", token)
+        else:
+            store.get(f"seen/{arrival}")
+            missing.clear()  # rank 0 tells who is missing
+            store.set(f"alive/{arrival}", "")
+        name = store.get(f"start/{arrival}").decode()
+        everyone = [_Arrival(*each.split(" ", 4)) for each in json.loads(store.get(f"all/{name}"))]
+        if len({each.device_type for each in everyone}) > 1:
+            raise SharedInputError("some processes have a GPU, and others none; give --device cpu")
+        met = dist.PrefixStore(name, store)
+        world.nodes = _find_nodes(met, everyone, world.rank)
+    world.core_sharers = sum(everyone[rank].cores == cores for rank in world.node)
+    if len(world.nodes) > 1:
+        _use_route(met, world)
+    return met
+
+
+def _find_nodes(met: dist.Store, everyone: Sequence[_Arrival], rank: int) -> list[list[int]]:
+    """The ranks of each node: those of one host name that can open each other's files.
+
+    A process number means another process, or none, in another container or on another host.
+    """
+
+    def is_here(other: _Arrival) -> bool:
+        with contextlib.suppress(OSError):
+            found = os.readlink(other.file).partition(" ")[0]
+            return (found, other.host) == (f"/memfd:{other.token}", everyone[rank].host)
+        return False
+
+    first = next(each for each, other in enumerate(everyone) if each == rank or is_here(other))
+    met.set(f"first/{rank}", str(first))
+    firsts = [int(met.get(f"first/{each}")) for each in range(len(everyone))]
+    return [[each for each, of in enumerate(firsts) if of == node] for node in sorted({*firsts})]
+
+
+def _use_route(met: dist.Store, world: World) -> None:
+    """Let gloo and NCCL use the interface on the route to the first node."""
+    mine = "127.0.0.1"
+    with contextlib.suppress(OSError):  # of a name that the first node itself does not know
+        mine = own_address(os.environ["MASTER_ADDR"])
+    met.set(f"address/{world.rank}", mine)
+    if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
         # The first node may know itself by a loopback address alone.
-        is_loopback = ipaddress.ip_address(mine.partition("%")[0]).is_loopback
-        use_interface_of(own_address(start.split()[2]) if is_loopback else mine)
-    return dist.PrefixStore(start, store)
+        other = next(node for node in world.nodes if node is not world.node)
+        mine = own_address(met.get(f"address/{other[0]}").decode())
+    use_interface_of(mine)
 
 
-def _living_arrivals(store: dist.Store, world: World) -> list[str]:
+def _living_arrivals(store: dist.Store, world: World, missing: set[int]) -> list[str]:
     """Wait until each rank has arrived and answers; return what they wrote, in their order."""
-    arrivals: dict[str, str] = {}
-    keys = [f"arrived/{rank}" for rank in range(world.size)]
-    while len(arrivals) < world.size:
-        missing = [key for key in keys if key not in arrivals]
-        _wait_for_all(store, missing, world.limits.start)
-        for key in missing:
-            arrivals[key] = store.get(key).decode()
-            store.delete_key(key)
-            store.set(f"seen/{arrivals[key]}", "")
-        alive = {key: f"alive/{each}" for key, each in arrivals.items()}
+    arrivals: dict[int, str] = {}
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"arrived/{rank}"]):
+                arrivals[rank] = store.get(f"arrived/{rank}").decode()
+                store.delete_key(f"arrived/{rank}")
+                store.set(f"seen/{arrivals[rank]}", "")
+                missing.discard(rank)
+        if missing:
+            time.sleep(POLL_SECONDS)
+            continue
+        alive = {rank: f"alive/{each}" for rank, each in arrivals.items()}
         with contextlib.suppress(RuntimeError):  # the time is over: some had died before
             store.wait(list(alive.values()), timedelta(seconds=RESTART_SECONDS))
-        for key in keys:
-            if not store.check([alive[key]]) or store.check([key]):  # or it has come anew
-                del arrivals[key]
-    return [arrivals[key] for key in keys]
-
-
-def _wait_for_all(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Wait until a store has all keys, and say so where a restarted job waits for long."""
-    if is_restarted():
-        with contextlib.suppress(RuntimeError):  # the time is over
-            store.wait(keys, timedelta(seconds=min(RESTART_SECONDS, seconds)))
-        if not store.check(keys):
-            print(f"waiting up to {seconds:g} s for a lost node", file=sys.stderr, flush=True)
-    store.wait(keys, timedelta(seconds=seconds))
+        for rank, key in alive.items():
+            if not store.check([key]) or store.check([f"arrived/{rank}"]):  # or it came anew
+                missing.add(rank)
+    return [arrivals[rank] for rank in range(world.size)]

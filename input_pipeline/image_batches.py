@@ -352,7 +352,7 @@ def decode_on_node(
     shape = len(images), images.size, images.size, images.channels
     wanted = keep and images.pixels is None
     pixels = node_memory(world, math.prod(shape) if wanted else 0)
-    chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: world.local_size]
+    chunks = torch.arange(len(images)).split(DECODE_ROWS)[world.local_rank :: len(world.node)]
     with raise_together(world):
         for rows, parts in decoder.batches(images, chunks if len(pixels) else []):
             pixels.view(shape)[rows] = torch.cat(parts)

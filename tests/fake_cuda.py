@@ -315,6 +315,6 @@ def fake_world(size: int) -> Iterator[World]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        yield World(rank=0, size=size, local_size=1, device=CUDA, control=dist.group.WORLD)
+        yield World(rank=0, size=size, device=CUDA, control=dist.group.WORLD)
     finally:
         dist.destroy_process_group()

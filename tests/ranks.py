@@ -47,13 +47,12 @@ def rank_environments(size: int) -> Iterator[list[dict[str, str]]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    yield [{**shared, "RANK": str(rank)} for rank in range(size)]  # the rest is found out
     del store
 
 

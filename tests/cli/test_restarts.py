@@ -9,9 +9,7 @@ import pytest
 
 import resnet50_test
 from cli import options
-from distributed.agreement import report_restart
-from distributed.worker import FAILURE, launcher_id
-from distributed.world import World
+from distributed.worker import launcher_id
 from errors import InputError
 from training.run_folder import check_overwritten
 
@@ -108,16 +106,3 @@ def test_resume_auto_goes_on_where_out_holds_a_checkpoint_and_starts_where_it_do
         with pytest.raises(InputError, match="already holds a run"):
             parse("--resume", "auto", "--out", "mine")
         (own / "metrics.jsonl").unlink(missing_ok=True)  # best.pt is still there
-
-
-def test_a_restart_is_told_by_the_process_that_failed_first(restarted, monkeypatch, capsys):
-    variables = {"TORCHELASTIC_MAX_RESTARTS": "3", FAILURE: "1 -9", "RANK": "4", "LOCAL_RANK": "0"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    for others, reason in [
-        ([], "after process 5 ended by signal 9"),
-        ([(0, 1), None, (7, 3)], "after process 7 ended with exit code 3"),
-    ]:
-        monkeypatch.setattr(World, "gather", lambda _, own, others=others: others or [own])
-        report_restart(World(), 3)
-        assert capsys.readouterr().err == f"restart 1 of 3 {reason}, from epoch 3\n"

@@ -23,6 +23,7 @@ def ranks_agree_or_raise_together(world: World) -> None:
         with pytest.raises(SharedInputError, match="0.1 on rank 0 and 0.2 on rank 1; mend it"):
             agreement.check_equal(world, {"--lr": 0.1 * (1 + world.rank)}, advice="mend it")
     assert agreement.on_main(world, lambda: world.rank) == 0
+    assert (world.local_rank, world.devices) == (world.rank, 1), "no LOCAL_RANK, LOCAL_WORLD_SIZE"
 
     def refuse() -> None:
         raise InputError("the folder is taken")

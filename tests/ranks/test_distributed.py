@@ -1,5 +1,6 @@
 """Ranks together do what one process does; and they decide together."""
 
+import socket
 import subprocess
 import sys
 
@@ -123,30 +124,53 @@ def test_ranks_do_together_what_one_process_does_and_decide_together(size):
 
 def test_processes_that_share_a_gpu_speak_gloo_and_device_hours_count_gpus_or_nodes(monkeypatch):
     chosen: list[str] = []
-    monkeypatch.setattr(world, "_init_process_group", lambda _, backend: chosen.append(backend))
+    monkeypatch.setattr(world, "_init_process_group", lambda _, backend, __: chosen.append(backend))
+
+    def meet(made, _) -> str:
+        made.nodes = [range(4)]
+        return "a store"
+
+    monkeypatch.setattr(world, "_meet_at_first", meet)
     monkeypatch.setattr(world, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, device, processes, backend in (
-        ("auto", "cpu", 4, "gloo"),
-        ("auto", "cuda:1", 4, "nccl"),
-        ("cuda:0", "cuda:0", 1, "nccl"),
-        ("cuda:0", "cuda:0", 4, "gloo"),
+        ("cpu", "cpu", 4, ["gloo"]),
+        ("auto", "cuda:1", 4, ["nccl"]),
+        ("cuda:0", "cuda:0", 1, []),
+        ("cuda:0", "cuda:0", 4, ["gloo"]),
     ):
         monkeypatch.setattr(world, "choose_device", lambda *_, found=device: torch.device(found))
-        for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(variable, str(processes))
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
         monkeypatch.setenv("RANK", "0")
+        chosen.clear()
         with world.init_world(name) as made:
-            assert chosen.pop() == backend
+            assert chosen == backend
         assert made.shares_gpu == (name == "cuda:0" and processes > 1)
-    monkeypatch.setenv("LOCAL_RANK", "first")
-    with pytest.raises(InputError, match="a launcher's variables"), world.init_world("cpu"):
-        pass
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    assert World(size=4, local_size=2, device=cpu).devices == 2
-    assert World(size=4, local_size=2, device=gpu).devices == 4
-    assert World(size=4, local_size=4, device=gpu, shares_gpu=True).devices == 1
+    cpu, gpu, nodes = torch.device("cpu"), torch.device("cuda:0"), [[0, 2], [1, 3, 4]]
+    assert World(size=5, nodes=nodes, device=cpu).devices == 2
+    assert World(size=5, nodes=nodes, device=gpu).devices == 5
+    assert World(size=4, nodes=[range(4)], device=gpu, shares_gpu=True).devices == 1
     rows = [{"seconds": 3600.0, "devices": 8}, {"seconds": 7200.0, "devices": 1}]
     assert device_hours(rows) == 9
+
+
+def test_variables_of_the_network_that_are_wrong_are_named(monkeypatch):
+    for variable in ("RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=localhost", "MASTER_PORT=29999"):
+        monkeypatch.setenv(*variable.split("="))
+    with socket.create_server(("", 0)) as taken:
+        for name, value in (
+            ("RANK", "2"),
+            ("WORLD_SIZE", ""),
+            ("MASTER_ADDR", ""),
+            ("MASTER_PORT", "70000"),
+            ("MASTER_PORT", "http"),
+            ("MASTER_PORT", str(taken.getsockname()[1])),
+            ("GLOO_SOCKET_IFNAME", "lo,eth77"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                with pytest.raises(InputError, match=name):
+                    world.init_world("cpu").__enter__()
 
 
 NO_THREADS_LEFT = """

@@ -62,7 +62,7 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def shards_train_as_copies_do(world, parallel, local_size):
-    world.local_size = local_size
+    world.nodes = torch.arange(world.size).view(local_size, -1).T.tolist()  # as by srun -m cyclic
     for name, accumulate, clip in (("sgd", 1, 0.0), ("sgd", 3, 0.1), ("adamw", 2, 0.1)):
         options = {"accumulation_steps": accumulate, "max_grad_norm": clip}
         copies, shards = (trained(world, kind, name, **options) for kind in ("ddp", parallel))
@@ -148,9 +148,14 @@ def test_images_have_the_losses_of_data_parallelism(tmp_path):
 
 
 def test_ranks_of_one_node_or_of_one_gpu_have_no_mesh():
-    for size, shares_gpu, reason in ((2, 0, "several nodes"), (5, 0, "several"), (4, 1, "a GPU")):
+    pair, more = [0, 1], [2]
+    for nodes, shares_gpu, reason in (
+        ([pair], 0, "several nodes"),
+        ([pair, more], 0, "several"),
+        ([pair, pair], 1, "a GPU"),
+    ):
         with pytest.raises(InputError, match=reason):
-            fsdp.device_mesh(World(size=size, local_size=2, shares_gpu=bool(shares_gpu)), "hsdp")
+            fsdp.device_mesh(World(size=9, nodes=nodes, shares_gpu=bool(shares_gpu)), "hsdp")
 
 
 def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refused):

@@ -9,7 +9,7 @@ import pytest
 import ranks
 
 CODE = """import torch; from backends import device
-device.set_num_threads(0, local_world_size=1)
+device.set_num_threads(0, sharers=1)
 print(torch.get_num_threads())"""
 
 

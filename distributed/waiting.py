@@ -1,0 +1,60 @@
+"""Waits that say what they wait for, and that end: those of torch are silent, and some never end.
+
+with named_wait(lambda: "node 1 has not come", seconds=300):
+    store = TCPStore(...)
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from errors import LOST_PEER
+
+FIRST_SECONDS, NEXT_SECONDS = 5.0, 60.0  # after which a wait is reported, and reported again
+POLL_SECONDS = 0.2
+PROBE_SECONDS = 2.0  # of a connection that is tried
+
+
+@contextlib.contextmanager
+def named_wait(
+    reason: Callable[[], str], seconds: float, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Report a wait within the block on stderr; after so many seconds end the process with code 1.
+
+    Args:
+        reason: what is missing, in words; "" where another process reports it.
+        is_over: whether the wait is over before the block is.
+    """
+    done, start = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        report_at = min(FIRST_SECONDS, seconds)
+        while not done.wait(POLL_SECONDS) and not is_over():
+            if (waited := time.monotonic() - start) < report_at:
+                continue
+            text, has_failed = reason(), waited >= seconds
+            if text and not done.is_set():
+                before = "error: no answer for" if has_failed else "waiting up to"
+                print(f"{before} {seconds:g} s (--timeout): {text}", file=sys.stderr, flush=True)
+            if has_failed and not done.is_set():
+                os._exit(LOST_PEER)
+            report_at = min(report_at + NEXT_SECONDS, seconds)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def why_unreachable(host: str, port: int) -> str:
+    """Why nothing answers at a port of a host, such as that its name is unknown; "" if it does."""
+    try:
+        socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        return f"nothing answers at {host}:{port} ({getattr(error, 'strerror', None) or error})"
+    return ""
