@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on all GPUs of a node, or of several nodes, through torchrun.
 #
-#   bash run_distributed.sh                                         both scripts, default sizes
+#   bash run_distributed.sh                                         train scripts, default sizes
 #   NGPU=4 bash run_distributed.sh resnet50_test.py --bs 256        one script, its flags forwarded
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run_distributed.sh resnet50_test.py ...
 #                                                                   the same on every node
@@ -49,10 +49,15 @@ is_number() { # is_number NAME...: each of these variables, where it is set
     done
 }
 
+for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT; do # of Kubeflow where ours are not set
+    pet=PET_$name
+    [ -n "${!name:-}" ] || declare "$name=${!pet:-}"
+done
+unset PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_STANDALONE
 is_number NNODES MAX_RESTARTS
 if [ "${NNODES:-1}" -gt 1 ]; then
     is_number NODE_RANK MASTER_PORT
-    [ -n "${MASTER_ADDR:-}" ] || fail "MASTER_ADDR must name the first node"
+    [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES: MASTER_ADDR must name the first node"
     [ "${NODE_RANK:-0}" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK of $NNODES nodes"
     rendezvous=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-0}" # torchrun's static rendezvous
         --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29400}")
@@ -70,14 +75,21 @@ launch() { # launch SCRIPT FLAG...: distributed.launch is torchrun with the scri
         --nproc_per_node "$processes" --max_restarts "${MAX_RESTARTS:-0}" "$script" "$@"
 }
 
+train() { # train SCRIPT FLAG...: in the background, so that this shell can hand on signals
+    exec="exec" launch "$@" &
+    wait $!
+}
+
 if [ "$#" -gt 0 ]; then
     exec="exec" launch "$@" # signals reach the launcher, not this shell
-elif [ "$gpus" -gt 0 ]; then
-    launch resnet50_test.py
-    launch transformer_test.py
+fi
+trap 'kill -HUP $! && wait $!' HUP INT QUIT TERM
+if [ "$gpus" -gt 0 ]; then
+    train resnet50_test.py
+    train transformer_test.py
 else
     echo "no GPU: $processes gloo processes with small models and data, so that a CPU can finish"
-    launch resnet50_test.py --dataset digits --arch resnet20 --bs 32 --optimizer sgd --lr 0.1 \
+    train resnet50_test.py --dataset digits --arch resnet20 --bs 32 --optimizer sgd --lr 0.1 \
         --epochs 3
-    launch transformer_test.py --dataset headlines --bs 8 --lr 4e-4 --epochs 10
+    train transformer_test.py --dataset headlines --bs 8 --lr 4e-4 --epochs 10
 fi

@@ -3,24 +3,20 @@
 python -m distributed.launch --standalone --nproc_per_node=4 resnet50_test.py --bs 256
 """
 
+import contextlib
 import logging
 import os
 import signal
 import sys
+from argparse import Namespace
+from types import FrameType
 
-from distributed.worker import FAILURE, LAUNCHER, end_with_sweep
-from errors import INTERRUPTED, LOST_PEER, first_line
+from distributed.waiting import named_wait, why_unreachable
+from distributed.worker import LAUNCHER, end_with_sweep, process_name
+from errors import INTERRUPTED, LOST_PEER, exit_code, first_line
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
-
-
-class FailureHandler(logging.Handler):
-    """Hands on to the processes of a restart which one failed before them: torch logs it alone."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
-            code, local_rank, *_ = record.args
-            os.environ[FAILURE] = f"{local_rank} {code}"
+START_SECONDS = 300.0  # that --timeout allows where the script has none
 
 
 def launch(arguments: list[str]) -> int:
@@ -29,13 +25,16 @@ def launch(arguments: list[str]) -> int:
     Returns:
         The exit code of the first process that failed, 128 + n where signal n ended it; 130 after a
         signal to the launcher; 1 where the nodes did not meet, or the first one was lost.
+    Raises:
+        InputError: this is the first node, and cannot listen at its port.
     """
     end_with_sweep()
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCHER] = process_name()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # but for those that nohup lets us ignore
-    handled = [each for each in names if signal.getsignal(signal.Signals[each]) != signal.SIG_IGN]
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))  # read by torchrun
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")  # read by torchrun
+    for each in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(each) != signal.SIG_IGN:  # as nohup lets us ignore it
+            signal.signal(each, terminate)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
     is_quiet = "LOGLEVEL" not in os.environ  # the script's own line says what went wrong
     os.environ.setdefault("LOGLEVEL", "CRITICAL")
@@ -46,10 +45,24 @@ def launch(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     log = logging.getLogger("torch.distributed.elastic")
-    log.addHandler(FailureHandler())
+    log.addHandler(logging.NullHandler())  # else warnings are printed
     log.propagate = not is_quiet
+    from distributed.interface import check_port
+
+    args, seconds = run.parse_args(arguments), START_SECONDS
+    with contextlib.suppress(KeyError, ValueError):  # a wrong number is refused by the script
+        flags = args.training_script_args
+        seconds = float(dict(zip(flags, flags[1:]))["--timeout"])
+    if args.standalone:  # whatever the name of this machine is, and PET_NNODES
+        args.nnodes, args.local_addr = "1", args.local_addr or "127.0.0.1"
+    elif args.rdzv_backend == "static" and args.node_rank == 0 and args.master_port:
+        check_port(args.master_port)
+    # torch's own limits come after that of `named_wait`.
+    args.rdzv_conf += f",timeout={int(seconds) + 60},join_timeout={int(seconds) + 60}"
+    args.rdzv_conf = args.rdzv_conf.strip(",")
     try:
-        run.run(run.parse_args(arguments))
+        with named_wait(lambda: missing_nodes(args), seconds, is_over=has_workers):
+            run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
@@ -64,5 +77,28 @@ def launch(arguments: list[str]) -> int:
     return 0
 
 
+def terminate(number: int, _: FrameType | None) -> None:
+    """End the job by SIGTERM, after a checkpoint; a terminal that closes may send SIGHUP twice."""
+    signal.signal(number, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def missing_nodes(args: Namespace) -> str:
+    """What the launcher waits for before its workers start."""
+    end = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    host, _, port = end.rpartition(":")
+    why = why_unreachable(host.strip("[]"), int(port)) if port.strip("0").isdecimal() else ""
+    return why or f"not all launchers of {args.nnodes} nodes have come"
+
+
+def has_workers() -> bool:
+    """Whether this process has started others."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    sys.exit(exit_code(lambda: launch(sys.argv[1:])))

@@ -4,15 +4,22 @@ end_with_launcher()     # first; or end_with_sweep()
 launcher_id()           # the same after every restart, and that of no other job
 """
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
+import threading
 from pathlib import Path
 
-LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
+LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: what `process_name` says of it
 SWEEP = "FASTER_TRAINING_SWEEP"  # another: that of the sweep that started this process for a trial
-FAILURE = "FASTER_TRAINING_FAILURE"  # another: the local rank that failed last, and its exit code
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def process_name() -> str:
+    """This process's number, and the namespace in which it is the number of this process."""
+    return f"{os.getpid()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def end_with_launcher() -> None:
@@ -20,9 +27,21 @@ def end_with_launcher() -> None:
 
     A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory.
+    and hold memory. A program in between, such as a profiler, is no launcher: then a thread waits
+    for the end of the launcher, unless it is outside this container.
     """
-    _end_with_parent(os.environ.get(LAUNCHER), signal.SIGKILL)
+    number, _, namespace = os.environ.get(LAUNCHER, "").partition(" ")
+    if number == str(os.getppid()) or (not number and "TORCHELASTIC_RUN_ID" in os.environ):
+        _end_with_parent(number, signal.SIGKILL)
+    elif number and namespace == process_name().partition(" ")[2]:
+        threading.Thread(target=_end_after, args=(int(number),), daemon=True).start()
+
+
+def _end_after(process: int) -> None:
+    """Kill this process when another one ends, or if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_sweep() -> None:
@@ -58,11 +77,3 @@ def launcher_id() -> str:
 def is_restarted() -> bool:
     """Whether torchrun starts this process anew because the one before it failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
-def last_failure() -> tuple[int, int] | None:
-    """Rank and exit code, or minus a signal, of the process of this node that failed last."""
-    if not is_restarted() or FAILURE not in os.environ:
-        return None
-    local_rank, code = map(int, os.environ[FAILURE].split())
-    return int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"]) + local_rank, code

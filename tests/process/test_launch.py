@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import ranks
 from conftest import each_of, write_images
 from distributed.launch import launch
+from distributed.worker import LAUNCHER, end_with_launcher, process_name
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
     --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run --resume auto"""
@@ -56,8 +58,16 @@ def kill_rank(job: subprocess.Popen[str], rank: int) -> None:
 # -------------------------------------------------------------------- kills and signals
 
 
+def has_namespaces() -> bool:
+    probe = "unshare --net --uts --mount ip link add one type veth peer name two".split()
+    return bool(shutil.which("unshare")) and not subprocess.run(probe, check=False).returncode
+
+
 def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_path):
     words = ranks.torchrun(*command(2).split())
+    if has_namespaces():  # nobody knows this host's own name
+        alone = 'hostname nowhere; ip link set lo up; exec "$@"'
+        words = ["unshare", "--net", "--uts", "sh", "-c", alone, "sh", *words]
     job = ranks.start(words, tmp_path, cold=True, NGPU="2")  # whose number is the launcher's
     wait_for_a_row(tmp_path, job)
     os.kill(job.pid, signal.SIGKILL)
@@ -86,9 +96,7 @@ def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(
     lines = ranks.finish(job, tmp_path, expected=128 + signal.SIGKILL).splitlines()
     [restart] = [line for line in lines if line.startswith("restart")]
     rows = len(ranks.metrics(tmp_path / "run"))
-    assert re.fullmatch(
-        r"restart 1 of 1 after process 2 ended by signal 9, from epoch \d+", restart
-    )
+    assert re.fullmatch(r"restart 1 of 1, from epoch \d+", restart)
     assert 2 <= int(restart.split()[-1]) <= rows + 1
     assert "error: process 2 was ended by signal 9" in lines
     assert "Traceback" not in "".join(lines)
@@ -143,8 +151,7 @@ wait $first
 
 def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole, tmp_path):
     """Node 0 has its name, node 1 its address. By the alphabet node 1 would be the first."""
-    probe = "unshare --net --uts --mount ip link add one type veth peer name two".split()
-    if not shutil.which("unshare") or subprocess.run(probe, check=False).returncode:
+    if not has_namespaces():
         pytest.skip("network namespaces are not allowed here")
     torchrun = ranks.torchrun(*command(2).split())
     words = ["bash", "-ec", HOSTS, "hosts", f"v{os.getpid()}-", *torchrun]
@@ -158,11 +165,9 @@ def test_two_hosts_whose_own_name_is_a_loopback_address_train_and_restart(whole,
     )
     [lost] = [line for line in first if line.startswith("error:")]
     assert re.match(r"error: rank 0 has lost another process \(.*\[192\.168\.77\.11\]", lost), lost
-    assert any(
-        line.startswith("restart 1 of 1 after process 1 ended by signal 9") for line in first
-    )
+    assert any(line.startswith("restart 1 of 1, from epoch ") for line in first)
     assert "run folder run" in first[-1]
-    assert second == []
+    assert all(line.startswith("waiting up to") for line in second)
     rows = [{**row, "devices": 2} for row in ranks.metrics(whole(2))]  # on CPUs that is nodes
     assert ranks.metrics(tmp_path / "run") == rows
     weights = (ranks.weights(folder).values() for folder in (whole(2), tmp_path / "run"))
@@ -221,13 +226,18 @@ def exit_with(words: list[str], console: Path) -> None:
     os._exit(launch(["--standalone", *words]))
 
 
+STOPPED = """trap 'echo stopped; exit' TERM
+[ "$RANK" = 0 ] && sleep 1 && kill -QUIT $PPID
+while :; do sleep 0.1; done"""
+
+
 @each_of(
     ("script", "code"),
     [
         ("exit 0", 0),
         ('[ "$RANK" = 0 ] && exec sleep 60; kill -HUP $$$$ $PPID; sleep 1; exit 3', 3),
         ('[ "$RANK" = 0 ] && exec sleep 60; kill -9 $$$$', 137),  # torchrun halves each $$
-        ('[ "$RANK" = 0 ] && kill -TERM $PPID; exec sleep 60', 130),
+        (STOPPED, 130),
     ],
 )
 def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, code, tmp_path):
@@ -237,4 +247,24 @@ def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, cod
     process.join(60)
     assert process.exitcode == code
     lines = (tmp_path / f"{code}.log").read_text().splitlines()
-    assert lines == (["error: process 1 was ended by signal 9"] if code == 137 else [])
+    expected = {137: ["error: process 1 was ended by signal 9"], 130: ["stopped"] * 2}
+    assert [line for line in lines if line != "Terminated"] == expected.get(code, [])
+
+
+def obey(launcher: str) -> None:
+    os.environ[LAUNCHER] = launcher
+    end_with_launcher()
+    time.sleep(60)
+
+
+def test_a_worker_ends_with_its_launcher_also_where_a_program_is_between():
+    launcher = subprocess.Popen(["sleep", "60"])
+    name = process_name().replace(str(os.getpid()), str(launcher.pid))
+    process = ranks.FORKSERVER.Process(target=obey, args=(name,))
+    process.start()
+    process.join(0.5)
+    assert process.exitcode is None
+    launcher.kill()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    launcher.wait()
