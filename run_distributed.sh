@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on all GPUs of a node, or of several nodes, through torchrun.
 #
-#   bash run_distributed.sh                                         train scripts, default sizes
+#   bash run_distributed.sh                                         both scripts, default sizes
 #   NGPU=4 bash run_distributed.sh resnet50_test.py --bs 256        one script, its flags forwarded
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash run_distributed.sh resnet50_test.py ...
 #                                                                   the same on every node
@@ -83,7 +83,7 @@ train() { # train SCRIPT FLAG...: in the background, so that this shell can hand
 if [ "$#" -gt 0 ]; then
     exec="exec" launch "$@" # signals reach the launcher, not this shell
 fi
-trap 'kill -HUP $! && wait $!' HUP INT QUIT TERM
+trap 'kill $! && wait $!' HUP INT QUIT TERM USR1 USR2 XCPU
 if [ "$gpus" -gt 0 ]; then
     train resnet50_test.py
     train transformer_test.py

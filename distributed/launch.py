@@ -12,8 +12,8 @@ from argparse import Namespace
 from types import FrameType
 
 from distributed.waiting import named_wait, why_unreachable
-from distributed.worker import LAUNCHER, end_with_sweep, process_name
-from errors import INTERRUPTED, LOST_PEER, exit_code, first_line
+from distributed.worker import LAUNCHER, end_with_sweep
+from errors import INTERRUPTED, LOST_PEER, exit_code, first_line, stop_signals
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
 START_SECONDS = 300.0  # that --timeout allows where the script has none
@@ -29,12 +29,11 @@ def launch(arguments: list[str]) -> int:
         InputError: this is the first node, and cannot listen at its port.
     """
     end_with_sweep()
-    os.environ[LAUNCHER] = process_name()
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")  # read by torchrun
-    for each in (signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(each) != signal.SIG_IGN:  # as nohup lets us ignore it
-            signal.signal(each, terminate)
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM")  # read by torchrun
+    for each in set(stop_signals()) - {signal.SIGTERM}:
+        signal.signal(each, terminate)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for a closed connection
     is_quiet = "LOGLEVEL" not in os.environ  # the script's own line says what went wrong
     os.environ.setdefault("LOGLEVEL", "CRITICAL")
@@ -78,8 +77,9 @@ def launch(arguments: list[str]) -> int:
 
 
 def terminate(number: int, _: FrameType | None) -> None:
-    """End the job by SIGTERM, after a checkpoint; a terminal that closes may send SIGHUP twice."""
-    signal.signal(number, signal.SIG_IGN)
+    """End the job by one SIGTERM, after a checkpoint; a closed terminal may send SIGHUP twice."""
+    if number != signal.SIGINT:  # a second Ctrl-C ends at once
+        signal.signal(number, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

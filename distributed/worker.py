@@ -4,22 +4,14 @@ end_with_launcher()     # first; or end_with_sweep()
 launcher_id()           # the same after every restart, and that of no other job
 """
 
-import contextlib
 import ctypes
 import os
-import select
 import signal
-import threading
 from pathlib import Path
 
-LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: what `process_name` says of it
+LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
 SWEEP = "FASTER_TRAINING_SWEEP"  # another: that of the sweep that started this process for a trial
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-
-
-def process_name() -> str:
-    """This process's number, and the namespace in which it is the number of this process."""
-    return f"{os.getpid()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def end_with_launcher() -> None:
@@ -27,21 +19,12 @@ def end_with_launcher() -> None:
 
     A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory. A program in between, such as a profiler, is no launcher: then a thread waits
-    for the end of the launcher, unless it is outside this container.
+    and hold memory. A program between the two, such as a profiler, is no launcher.
     """
-    number, _, namespace = os.environ.get(LAUNCHER, "").partition(" ")
-    if number == str(os.getppid()) or (not number and "TORCHELASTIC_RUN_ID" in os.environ):
+    number = os.environ.get(LAUNCHER, "")
+    is_parent = number == str(os.getppid()) if number else "TORCHELASTIC_RUN_ID" in os.environ
+    if is_parent or (number and not Path(f"/proc/{number}").exists()):  # it ended meanwhile
         _end_with_parent(number, signal.SIGKILL)
-    elif number and namespace == process_name().partition(" ")[2]:
-        threading.Thread(target=_end_after, args=(int(number),), daemon=True).start()
-
-
-def _end_after(process: int) -> None:
-    """Kill this process when another one ends, or if it has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(process)], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_sweep() -> None:

@@ -18,7 +18,7 @@ import torch
 import ranks
 from conftest import each_of, write_images
 from distributed.launch import launch
-from distributed.worker import LAUNCHER, end_with_launcher, process_name
+from distributed.worker import LAUNCHER, end_with_launcher
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
     --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run --resume auto"""
@@ -257,14 +257,16 @@ def obey(launcher: str) -> None:
     time.sleep(60)
 
 
-def test_a_worker_ends_with_its_launcher_also_where_a_program_is_between():
+def test_a_worker_below_another_program_ends_where_its_launcher_has_ended_before():
     launcher = subprocess.Popen(["sleep", "60"])
-    name = process_name().replace(str(os.getpid()), str(launcher.pid))
-    process = ranks.FORKSERVER.Process(target=obey, args=(name,))
-    process.start()
-    process.join(0.5)
-    assert process.exitcode is None
-    launcher.kill()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-    launcher.wait()
+    processes = []
+    for code in (None, -signal.SIGKILL):
+        process = ranks.FORKSERVER.Process(target=obey, args=(str(launcher.pid),))
+        process.start()
+        process.join(1 if code is None else 30)
+        assert process.exitcode == code
+        processes.append(process)
+        launcher.kill()
+        launcher.wait()
+    assert processes[0].is_alive()
+    processes[0].kill()
