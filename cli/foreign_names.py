@@ -80,8 +80,7 @@ SETTINGS = {  # and those that were flags of the same name
 }
 INSTEAD = {  # what there is in place of some names
     "it is --weights DEFAULT": "--pretrained",
-    "the data says it": "--num_classes --in_chans --class_map",
-    "the weights or the data say it": "--mean --std --interpolation",
+    "the data or the weights say it": "--num_classes --in_chans --mean --std --interpolation",
     "it is --image_size, in pixels a side": "--input_size",
     "the data is found by --dataset and --data_dir": "--dataset_name --train_file --test_file "
     "--validation_file --train_dir --validation_dir --train_split --val_split --dataset_download",

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -226,24 +226,13 @@ def load_pretrained(
 
 
 def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[int, int]:
-    """The numbers of classes, and those of the saved classes of the same name.
-
-    Case does not count, unless two names differ in nothing else. A name that is there twice is left
-    out.
-    """
-    rows: dict[int, int] = {}
-    for fold in (str.casefold, str):
-        own, saved = (
-            [fold(normal_form(str(name))) for name in names] for names in (classes, saved_classes)
-        )
-        counts = Counter(own), Counter(saved)
-        numbers = {name: number for number, name in enumerate(saved)}
-        rows |= {
-            row: numbers[name]
-            for row, name in enumerate(own)
-            if [count[name] for count in counts] == [1, 1]
-        }
-    return rows
+    """The numbers of classes, and those of the saved classes of the same name in any case."""
+    names = [normal_form(str(name)) for name in saved_classes]
+    numbers = {name.casefold(): number for number, name in enumerate(names)}
+    numbers |= {name: number for number, name in enumerate(names)}  # the same case counts more
+    keys = [normal_form(name) for name in classes]
+    found = [numbers.get(key, numbers.get(key.casefold(), -1)) for key in keys]
+    return {row: number for row, number in enumerate(found) if number >= 0}
 
 
 def describe_rows(layer: str, rows: Mapping[int, int], classes: Sequence[str]) -> str:

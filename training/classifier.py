@@ -15,16 +15,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from errors import InputError, excerpt, first_line
 from training import checkpoint
-
-if TYPE_CHECKING:
-    from input_pipeline.tokenization import AnyTokenizer
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
@@ -115,7 +112,7 @@ def _text_classifier(
 
 
 def _prepare_texts(
-    texts: Sequence[str], *, tokenizer: AnyTokenizer, max_len: int, pad: int, device: torch.device
+    texts: Sequence[str], *, tokenizer: Any, max_len: int, pad: int, device: torch.device
 ) -> Tensor:
     from input_pipeline.text_batches import encode_texts
 
