@@ -86,12 +86,8 @@ def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     trained.normalizer = normalizer
     known = "".join(f"\\x{{{ord(letter):x}}}" for letter in letters)
     patterns = (f"[^{known}\\s]", f".{{1,{LONGEST_WORD}}}")  # an unknown letter hides no known one
-    trained.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.BertPreTokenizer(),
-            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns),
-        ]
-    )
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    trained.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), *splits])
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=[*SPECIAL_TOKENS, *letters, *continuations],
@@ -114,7 +110,8 @@ def _train_byte_level_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     """Train byte-pair encoding over bytes, which knows no unknown characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = _normalizer(texts)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    cut = pre_tokenizers.Split(Regex(f".{{1,{4 * LONGEST_WORD}}}"), behavior="isolated")  # bytes
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(), cut])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -92,6 +92,7 @@ def test_a_text_without_spaces_is_no_unknown_word(kind):
     assert all(1 not in tokenizer.encode(text).ids for text in texts)
     with_unseen = tokenizer.encode(f"{texts[0]}\u732b{texts[1]}").ids
     assert with_unseen.count(1) == (kind == "wordpiece")
+    assert len(train_tokenizer(["a" * 4000], kind, vocab_size=400).encode("a" * 4000).ids) > 10
     many = [" ".join(map(chr, range(0x4E00, 0x4E00 + 500))), *["words"] * 50]
     tokenizer = train_tokenizer(many, kind, vocab_size=400)
     assert tokenizer.get_vocab_size() <= 400
