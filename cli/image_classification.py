@@ -218,9 +218,8 @@ def create_model(
 def predict(args: Namespace, run: Run) -> None:
     """Classify the image files of --predict, and those below its folders."""
     checkpoint = run.checkpoint
-    suffixes = image_datasets.SUFFIXES
-    what = f"images ({', '.join(sorted(suffixes))})"
-    found_in = [own_data.expand_files(Path(path), suffixes, what=what) for path in args.predict]
+    suffixes = image_datasets.image_suffixes()
+    found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in args.predict]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
     images = ImageDataset(
         ImageSplit(

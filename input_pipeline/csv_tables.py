@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl")
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
+NESTED = "a list or an object; write a string"  # this very object is the cell of a nested value
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(
@@ -70,46 +71,52 @@ class CsvTable:
     texts: tuple[int, ...]
     read: Callable[[], Rows]
 
-    def rows(self) -> Rows:
+    def rows(self, *, to_classify: bool = False) -> Rows:
         """Yield the number in the file, from 1 on, and the columns of each row of data.
 
+        Args:
+            to_classify: the label may be anything, and there may be no row.
         Raises:
             InputError: there is none, or a row is broken or would become a class of its own: a
-                header within the file, a drawn line or 'sep=;'.
+                header within the file, a drawn line or 'sep=;'; or a cell is a list or an object.
         """
-        rows, number = self.read(), 0
-        if self.header:
-            next(rows)
+        rows, number = islice(self.read(), bool(self.header), None), 0
         names = sorted(map(normalise, self.header))
         known = names or LABEL_NAMES | TEXT_NAMES
         for number, row in rows:
             label = row[self.label]
             cells = sorted(map(normalise, row)) if normalise(label) in known else []
-            is_header_again = cells and (cells == names if names else has_both_names(cells))
-            if is_header_again or NO_LABEL.fullmatch(label):
+            is_again = cells == names if names else has_both_names(cells)
+            if (is_again and len(cells) > 1) or (not to_classify and NO_LABEL.fullmatch(label)):
                 raise InputError(
                     f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
                     "be the first row and the only one, so delete this row or those above it"
                 )
+            for position in self.texts if to_classify else (self.label, *self.texts):
+                if row[position] is NESTED:
+                    column = self.describe_column(position)
+                    raise InputError(f"{self.path}, row {number}: {column} is {NESTED}")
             yield number, row
-        if not number:
+        if not number and not to_classify:
             raise InputError(
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
 
     def describe(self) -> str:
-        """Say in one line which columns are read as what."""
+        """Say in one line which columns are read as what, and which of a header are not read."""
         header = "row 1 is the header" if self.header else "no header row"
         if self.path.suffix.lower() == ".jsonl":
             header = "an object a line"
         texts = " and ".join(self.describe_column(position) for position in self.texts)
         label = f"the label is {self.describe_column(self.label)}, " if self.label >= 0 else ""
-        return f"{self.path}: {header}; {label}the text {texts}"
+        unread = [i for i in range(len(self.header)) if i not in (self.label, *self.texts)]
+        left_out = f"; left out: {list_names([*map(self.describe_column, unread)])}"
+        return f"{self.path}: {header}; {label}the text {texts}{left_out if unread else ''}"
 
     def describe_column(self, position: int) -> str:
         """Name a column by its number from 1 on and by its name in the header."""
-        name = f" ({' '.join(self.header[position].split())})" if self.header else ""
-        return f"column {position + 1}{name}"
+        name = " ".join(self.header[position].split()) if self.header else ""
+        return f"column {position + 1}{name and f' ({name})'}"
 
 
 def normalise(name: str) -> str:
@@ -124,6 +131,11 @@ def normalise(name: str) -> str:
 def is_number(name: str) -> bool:
     """Tell whether a label or the name of a column is a whole number of ordinary length."""
     return name.isdecimal() and len(name) <= LONGEST_NUMBER
+
+
+def is_position(name: str, num_columns: int) -> bool:
+    """Tell whether a name can be the number of a column, from 1 on."""
+    return is_number(name) and 1 <= int(name) <= num_columns
 
 
 def open_table(
@@ -160,12 +172,12 @@ def open_table(
     _, first = next(read())
     own = list(map(normalise, first))
     known = tuple(name for name in trained.texts if own.count(normalise(name)) == 1)
-    if known and (known == trained.texts or not has_label):
+    if is_known := bool(known) and (known == trained.texts or not has_label):
         is_there = trained.label and own.count(normalise(trained.label)) == 1
         name = trained.label if is_there else choice.label
         choice = ColumnChoice(name if has_label else None, known)
-    has_header = suffix == ".jsonl" or (bool(train.header) if train else is_header(read(), choice))
-    header = first if has_header else []
+    names_columns = bool(train.header) if train else is_known or is_header(read(), choice)
+    header = first if names_columns or suffix == ".jsonl" else []
     if train and header and own == list(map(normalise, train.header)):
         return CsvTable(path, header, train.label, train.texts, read)
     if train and train.header and header:
@@ -284,12 +296,12 @@ def names_of_objects(path: Path) -> list[str]:
 def read_json_lines(path: Path, names: list[str]) -> Rows:
     """Yield the names of all objects as row 0, and the values of the object of each line.
 
-    Null, NaN, lists and objects are empty; other values but strings are as JSON writes them.
+    Null and NaN are empty, lists and objects `NESTED`; other values but strings are as in JSON.
     """
 
     def cell(value: Any) -> str:
         if value is None or isinstance(value, list | dict):
-            return ""
+            return "" if value is None else NESTED
         text = value if isinstance(value, str) else json.dumps(value)
         return text.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
 
@@ -306,19 +318,32 @@ def has_both_names(cells: Sequence[str]) -> bool:
     return bool(LABEL_NAMES.intersection(cells) and TEXT_NAMES.intersection(cells))
 
 
+def are_numbers(cells: Sequence[str]) -> bool:
+    """Tell whether normalised cells number the columns as pandas does, perhaps beside an index."""
+    numbers = [cell for cell in cells if cell and not cell.startswith("unnamed:")]
+    return len(cells) > 1 and len({*numbers}) == len(numbers) and all(map(is_number, numbers))
+
+
 def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     """Tell whether the first row names the columns.
 
     It does if it has a name that the user chose, the usual names of both a label and a text, or one
-    usual name that no other row has in that column.
+    usual name that no other row has in that column, but for the same row in joined files. Where it
+    numbers the columns, as pandas does, a number above a word is a usual name.
     """
-    cells = [normalise(cell) for cell in next(rows)[1]]
+    first = next(rows)[1]
+    cells = list(map(normalise, first))
+    by_number = partial(is_position, num_columns=len(cells)) if are_numbers(cells) else is_number
     chosen = [*choice.texts, *([] if choice.label is None else [choice.label])]
-    if has_both_names(cells) or any(normalise(n) in cells for n in chosen if not is_number(n)):
+    if has_both_names(cells) or any(normalise(n) in cells for n in chosen if not by_number(n)):
         return True
     names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
-    for _, row in rows:
-        names = {i: name for i, name in names.items() if normalise(row[i]) != name}
+    second = next(rows, (0, first))[1]
+    if are_numbers(cells):
+        names |= {i: n for i, n in enumerate(cells) if is_number(n) and not is_number(second[i])}
+    for row in chain([second], (row for _, row in rows)):
+        if row != first:
+            names = {i: name for i, name in names.items() if normalise(row[i]) != name}
         if not names:
             break
     return bool(names)
@@ -349,9 +374,12 @@ def find_columns(
             "from 1 on"
         )
 
+    chosen_names = {normalise(name) for name in (choice.label, *choice.texts) if name is not None}
+    prefers_names = chosen_names <= {*names} or not are_numbers(names)
+
     def position(chosen: str, flag: str) -> int:
         same = [i for i, name in enumerate(names) if name == normalise(chosen)]
-        if not same and is_number(chosen) and 1 <= int(chosen) <= num_columns:
+        if is_position(chosen, num_columns) and not (same and prefers_names):
             return int(chosen) - 1
         if len(same) != 1:
             there_is = "there are several columns" if same else "there is no column"

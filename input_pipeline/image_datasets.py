@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ from input_pipeline.own_data import (
     list_files,
     needed_splits,
     normal_form,
+    unread_splits,
     utf8_name,
 )
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+NO_IMAGES = frozenset("BUFR EPS GRIB HDF5 IPTC MPEG PCD WMF".split())
+"""Formats of Pillow that it cannot read by itself, or whose suffix is mostly that of another type:
+a .pcd file is a cloud of points."""
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
@@ -130,20 +133,16 @@ def read_image_splits(
     """
     if name == "folder":
         size = image_size or FOLDER_IMAGE_SIZE
-        dataset_splits, class_names = read_folder(
-            Path(data_dir), size, classes=classes, enough=enough
-        )
+        splits, names = read_folder(Path(data_dir), size, classes=classes, enough=enough)
     else:
-        dataset_splits, class_names = (
-            read_digits() if name == "digits" else read_torchvision(name, data_dir)
-        )
-    for split in dataset_splits.values():
+        splits, names = read_digits() if name == "digits" else read_torchvision(name, data_dir)
+    for split in splits.values():
         split.interpolation = interpolation
         if split.pixels is not None:
             if image_size:
                 split.pixels = resize(split.pixels, image_size, interpolation=interpolation)
             split.size, split.channels = split.pixels.shape[1], split.pixels.shape[-1]
-    return dataset_splits, class_names
+    return splits, names
 
 
 def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], list[str]]:
@@ -162,7 +161,7 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
             f"{folder} is missing, and there is {own['train']}: for images of your own add "
             "--dataset folder, else give another --data_dir"
         )
-    dataset_splits, classes = {}, []
+    splits, classes = {}, []
     for part in ("train", "test"):
         try:
             data = dataset_class(root=data_dir, train=part == "train", download=is_missing)
@@ -175,10 +174,8 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
                 f"{folder} {state} ({first_line(error)}): put the official {name} "
                 "files there (python version), or run with --dataset digits"
             ) from None
-        dataset_splits[part] = ImageSplit(
-            labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1)
-        )
-    return dataset_splits, classes
+        splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
+    return splits, classes
 
 
 def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
@@ -194,6 +191,13 @@ def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
         "test": ImageSplit(labels[num_train:], pixels[num_train:]),
     }
     return dataset_splits, [str(digit) for digit in range(10)]
+
+
+@cache
+def image_suffixes() -> frozenset[str]:
+    """Return the suffixes of the images that Pillow reads, in lower case with their dots."""
+    formats = Image.registered_extensions()  # which fills Image.OPEN; MPO is opened as JPEG
+    return frozenset(s for s, name in formats.items() if name in {*Image.OPEN, "MPO"} - NO_IMAGES)
 
 
 def read_folder(
@@ -222,7 +226,9 @@ def read_folder(
         raise InputError(
             f"{paths['train']} has {len(names)} class folders; classification needs two or more"
         )
-    return {split: list_split(path, names, size=size) for split, path in paths.items()}, names
+    splits = {split: list_split(path, names, size=size) for split, path in paths.items()}
+    splits["train"].notes += tuple(unread_splits(root, paths, ("",)))
+    return splits, names
 
 
 def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
@@ -239,10 +245,10 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
         if path.is_dir():
             if is_used(path, left_out):
                 by_class.setdefault(normal_form(utf8_name(path.name)), []).append(path)
-        elif not is_hidden(path.name) and not path.exists():
-            left_out.add("dangling links", path)
-        elif not is_hidden(path.name) and path.suffix.lower() in SUFFIXES:
-            left_out.add("images outside the folders of the classes", path)
+        elif not is_hidden(path.name):
+            is_image = path.suffix.lower() in image_suffixes()
+            reason = f"{'images' if is_image else 'files'} outside the folders of the classes"
+            left_out.add(reason if path.exists() else "dangling links", path)
     return by_class
 
 
@@ -262,13 +268,11 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
     files: list[np.ndarray] = []
     for name in classes:
         of_class = folders.get(normal_form(name), [])
-        files.append(
-            paths_array(file for path in of_class for file in list_files(path, SUFFIXES, left_out))
-        )
+        in_folders = (list_files(path, image_suffixes(), left_out) for path in of_class)
+        files.append(paths_array(sum(in_folders, [])))
         if of_class and not len(files[-1]):
             raise InputError(
-                f"{of_class[0]} contains no images ({', '.join(sorted(SUFFIXES))}); "
-                f"add some or delete the folder{left_out.hint()}"
+                f"{of_class[0]} contains no images; add some or delete the folder{left_out.hint()}"
             )
     if not any(map(len, files)):
         raise InputError(f"{folder} contains no images: it needs a folder for each class")

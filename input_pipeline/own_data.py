@@ -93,10 +93,7 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     """
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
-    try:
-        entries = sorted(root.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        entries = []
+    entries = sorted(root.iterdir()) if root.is_dir() else []
     is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}
     for split, names in SPLIT_NAMES.items():
@@ -138,10 +135,19 @@ def needed_splits(
         return {"train": paths.get("train", *alone[:1]), **paths}
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
     source = f"{root}{form}" if "" in suffixes and not paths else f"train{form}"
-    raise InputError(
+    problem = (
         f"{missing} is missing: a run needs {root}/train{form}, and test{form} or val{form}, or "
         f"--val_fraction 0.1 to hold out a tenth of {source}"
     )
+    raise InputError("; ".join([problem, *unread_splits(root, paths, suffixes)]))
+
+
+def unread_splits(root: Path, paths: Mapping[str, Path], suffixes: Sequence[str]) -> list[str]:
+    """Say in a line what lies beside the splits: names like train.csv.gz, or without splits all."""
+    beside = sorted(path.name for path in root.glob("[!.]*") if path not in paths.values())
+    like = [n for n in beside if n.lower().partition(".")[0] in sum(SPLIT_NAMES.values(), ())]
+    names, read = like if like or paths else beside, ", ".join(suffixes) or "folders"
+    return [f"{root}: train, test, val are {read}; not read: {list_names(names)}"] if names else []
 
 
 def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> list[str]:
@@ -168,12 +174,9 @@ def list_files(folder: Path, suffixes: Collection[str], left_out: LeftOut) -> li
                     left_out.add("hidden files and folders", Path(path))
             elif has_suffix and os.path.isfile(path) and os.access(path, os.R_OK):
                 files.append(path)
-            elif not os.path.exists(path):
-                left_out.add("dangling links", Path(path))
-            elif not has_suffix:
-                left_out.add("files of other types", Path(path))
             else:
-                left_out.add("unreadable files", Path(path))
+                reason = "unreadable files" if has_suffix else "files of other types"
+                left_out.add(reason if os.path.exists(path) else "dangling links", Path(path))
         folders[:] = [name for name in sorted(folders) if is_used(Path(parent, name), left_out)]
     return sorted(files, key=lambda file: file.replace(os.sep, "\0"))  # folder by folder
 

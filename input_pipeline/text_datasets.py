@@ -27,11 +27,13 @@ from torch import Tensor
 
 from errors import InputError
 from input_pipeline.csv_tables import (
+    LABEL_NAMES,
     NO_CHOICE,
     SUFFIXES,
     ColumnChoice,
     CsvTable,
     is_number,
+    normalise,
     open_table,
     read_rows,
     utf8_lines,
@@ -43,6 +45,7 @@ from input_pipeline.own_data import (
     needed_splits,
     normal_form,
     shorten,
+    unread_splits,
 )
 from input_pipeline.stored_texts import StoredTexts
 
@@ -111,7 +114,7 @@ def read_text_splits(
     name: str,
     data_dir: str,
     *,
-    choice: ColumnChoice | None = None,
+    choice: ColumnChoice = NO_CHOICE,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
     trained: ColumnChoice = NO_CHOICE,
@@ -134,10 +137,7 @@ def read_text_splits(
     if name == "headlines":
         return read_headlines(), AGNEWS_CLASSES
     if name == "csv":
-        columns = choice or ColumnChoice()
-        return read_own_csv(
-            Path(data_dir), columns, classes=classes, enough=enough, trained=trained
-        )
+        return read_own_csv(Path(data_dir), choice, classes=classes, enough=enough, trained=trained)
     if name != "agnews":
         raise NotImplementedError(f"no reader of the data set {name}")
     folder = Path(data_dir) / "ag_news_csv"
@@ -219,23 +219,28 @@ def read_own_csv(
                 f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
                 f"row {empty[0]}); they are kept, and count like the others"
             )
-        names = names or name_classes(labels, table)
+        names = names or name_classes(labels, texts, table)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         columns = NO_CHOICE
         if header := table.header:
             columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
         numbered = [numbers[label] for label in labels]
         splits[split] = TextSplit(numbered, texts, tuple(notes), columns)
+    splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
 
 
-def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
+def name_classes(labels: Sequence[str], texts: Sequence[str], table: CsvTable) -> list[str]:
     """Return the classes of own data: the different labels of the training file.
 
     They are in sorted order, numbers before words.
 
+    Args:
+        labels, texts: of each row.
+        table: the file, for messages.
     Raises:
-        InputError: the labels are not those of a classification.
+        InputError: the labels are not those of a classification, or one is from a header: that of
+            the first row or of a usual name, with one text however often, unlike other labels.
     """
     counts = Counter(labels)
     where = f"{table.path}: {table.describe_column(table.label)} was read as the label and"
@@ -250,13 +255,19 @@ def name_classes(labels: Sequence[str], table: CsvTable) -> list[str]:
             f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
             "--label_column"
         )
-    if not table.header and counts[labels[0]] == 1 < max(counts.values()):
-        number, first = next(table.rows())
-        raise InputError(
-            f"{table.path}, row {number}: no other row has the label {shorten(labels[0])!r}; if "
-            f"this row is a header ({list_names(first)}), name its columns with --label_column and "
-            "--text_column; if it is data, put a header row such as label,text above it"
-        )
+    own = normal_form(table.header[table.label]) if table.header else labels[0]
+    names = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
+    for name in [name for name in counts if names.intersection([name, normalise(name)])]:
+        places = [place for place, label in enumerate(labels) if label == name]
+        is_alike = all(texts[place] == texts[places[0]] for place in places)
+        if is_alike and len({*zip(labels, texts)}) > len(counts):
+            number, row = next(islice(table.rows(), places[0], None))
+            raise InputError(
+                f"{table.path}, row {number}: no other text has the label {shorten(name)!r}; if "
+                f"this row is a header ({list_names(row)}), name its columns with --label_column "
+                "and --text_column, or delete it below another header; if it is data, let the "
+                "first row be a header such as label,text"
+            )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
     )
@@ -318,13 +329,12 @@ def read_text_files(
     """
     what = ".txt files with one text a line; name tables themselves"
     files, notes = expand_files(path, TEXT_SUFFIXES, what=what)
-    texts = {}
+    texts, choice = {}, ColumnChoice(texts=tuple(columns))
     for file in files:
         if file.suffix.lower() in SUFFIXES:
-            choice = ColumnChoice(texts=tuple(columns))
             table = open_table(file, choice, trained=trained, has_label=False)
             notes.append(table.describe())
-            rows = islice(table.read(), bool(table.header), None)
+            rows = table.rows(to_classify=True)
             lines = {number: " ".join(row[i] for i in table.texts) for number, row in rows}
         elif file.suffix.lower() == ".json":
             raise InputError(f"{file}: is no text; save it as .jsonl, with an object on each line")

@@ -20,7 +20,7 @@ from cli import factory
 from conftest import SHORT, for_each, run, write_images
 from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
-from input_pipeline.image_datasets import SUFFIXES, read_image_splits
+from input_pipeline.image_datasets import image_suffixes, read_image_splits
 from input_pipeline.own_data import expand_files
 from input_pipeline.text_datasets import TextSplit, read_text_splits
 
@@ -107,8 +107,9 @@ def test_every_form_of_a_file_reads_alike(tmp_path):
 
 
 def test_a_value_of_an_object_is_a_text(tmp_path):
-    rows = json_lines([(1, "one"), (2.5, None), (True, "\ud800 half"), (False, ["a list"])])
-    splits, classes = read(write(tmp_path, train__jsonl=rows, test__jsonl=rows))
+    rows = json_lines([(1, "one"), (2.5, None), (True, "\ud800 half"), (False, "")])
+    splits, classes = read(write(tmp_path, train__jsonl=rows, test__jsonl=rows, val__json=rows))
+    assert splits["train"].notes[2].endswith("not read: val.json")
     assert classes == ["1", "2.5", "false", "true"]
     assert splits["train"].texts == ["one", "", "? half", ""]
     assert "2 of 4 rows have no text (the first is row 2)" in splits["train"].notes[1]
@@ -126,11 +127,15 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
         splits, read_classes = read(folder, label, *texts)
         assert read_classes == classes
         assert [(split.texts[0], len(split)) for split in splits.values()] == [(first, 4)] * 2
-    write(tmp_path, train__csv="1,a,x\n2,b,y\n", test__csv="3,c,x\n")
-    splits, classes = read(tmp_path, "3", "2")
-    assert (classes, splits["train"].texts) == (["x", "y"], ["a", "b"])
+    for header, label in (("", "3"), ("7,2,0\n", "0")):
+        rows = f"{header}1,5,1\n2,b,0\n3,c,1\n"
+        splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows), label, "2")
+        assert (classes, splits["train"].texts) == (["0", "1"], ["5", "b", "c"])
     write(tmp_path, train__csv='"x, 1";a\n"y, 2";b\n', test__csv='"x, 1";c\n')
     assert read(tmp_path)[1] == ["x, 1", "y, 2"], "a comma within quotes"
+    for names, label, text in (("0,1", "0", "1"), ("0,1", "1", "2"), ("1,5", "1", "5")):
+        write(tmp_path, **with_header(names))  # as pandas numbers the columns, or some of them
+        assert read(tmp_path, label, text)[0] == EXPECTED
 
 
 def test_quotes_in_tab_separated_files_are_text(tmp_path):
@@ -165,7 +170,10 @@ WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that o
     ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
     *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
     # rows that are no data, which must not become classes
-    (f"v1,v2\n{TRAIN}", "", "train.csv, row 1: no other row has the label 'v1'; if this row is"),
+    (f"v1,v2\n{TRAIN}" * 2, "", "row 1: no other text has the label 'v1'; if this row is"),
+    ("id,v\n1,a\n2,b\nid,v\n1,c\n2,d\n", "", "row 1: no other text has the label 'id'; if this"),
+    (f"label,text\n{TRAIN}topic,v2\n", "", "row 6: no other text has the label 'topic'; if this"),
+    (f"label,v2\n{TRAIN}" * 2, "--text_column 2", f"row 6 (label, v2): {NO_DATA}"),
     (f"label,text\n{TRAIN}label,text\n", "", f"row 6 (label, text): {NO_DATA}"),
     (f"label,text\n---,---\n{TRAIN}", "", f"row 2 (---, ---): {NO_DATA}"),
     ("sep=;\nspam;Win now\nham;see you\n", "", f"row 1 (sep=, ): {NO_DATA}"),
@@ -178,6 +186,7 @@ WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that o
     ({"train__jsonl": "[" * 100_000}, "", "train.jsonl, row 1: is not JSON"),
     ({"train__jsonl": '{"label": 1, "text": "a"}\n{"text": "b"}\n'}, "", "row 2: the label ("),
     ({"train__jsonl": '{"label": NaN, "text": "a"}\n'}, "", "row 1: the label ("),
+    ({"train__jsonl": json_lines([("a", "b"), (["a"], "b")])}, "", "row 2: column 3 (label) is a"),
     # files that do not fit each other
     ("label,text\na,b\nc,d\n", "", "test.csv: there is no column text (columns: ham, Hello"),
     ({"test__csv": "ham,a\neggs,b\n"}, "", "test.csv, row 2: label 'eggs' is out of range"),
@@ -199,8 +208,7 @@ def test_wrong_files_are_refused(refused, tmp_path):
     refused("texts", f"--data_dir {folder}/train.csv", "train.csv: is a file", TEXTS)
     for encoding, text in (("latin-1", "caf\xe9"), ("utf-16", "caf\xe9"), ("utf-16-le", "bar")):
         (folder / "train.csv").write_bytes(f"{text},ein\nbaz,zwei\n".encode(encoding))
-        line = refused("texts", f"--data_dir {folder}", "train.csv is not UTF-8", TEXTS)
-        assert ("NUL" if text == "bar" else "save it as UTF-8") in line
+        refused("texts", f"--data_dir {folder}", "NUL" if text == "bar" else "not UTF-8", TEXTS)
 
 
 # -------------------------------------------------------------------- what a run says and does
@@ -245,7 +253,7 @@ def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
         for file in ("test", "moved"):
             predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
             assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
-    table, new = table.replace("text,subject", "opinion,label"), "opinion\nword 0\n"
+    table, new = table.replace("text,subject", "1,label"), "1\nword 0\n"
     folder = write(tmp_path / "unusual", train__csv=table, test__csv=table, new__csv=new)
     data = f"--data_dir {folder} --text_column 2 --epochs 1 --out {tmp_path}/opinions"
     run(transformer_test, TEXTS, data)
@@ -281,8 +289,8 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     refused("images", f"--data_dir {data}", "DEV and val are both there", IMAGES)
     data = image_folder(tmp_path / "mine", "Test", "Dev")  # which are no classes
     refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
-    os.mkfifo(write(tmp_path / "pipe") / "train.csv")  # which nobody writes to
-    refused("texts", f"--data_dir {tmp_path / 'pipe'}", "train.csv is missing", TEXTS)
+    os.mkfifo(write(tmp_path / "pipe", val__json="") / "train.csv")  # which nobody writes to
+    refused("texts", f"--data_dir {tmp_path / 'pipe'}", "read: train.csv, val.json", TEXTS)
     with mock.patch.object(Path, "iterdir", side_effect=OSError(5, "broken", "a disk")):
         refused("images", f"--data_dir {data}", "a disk: broken; give another path", IMAGES)
     for name, _, base, make in KINDS:  # a broken link is not taken for a split that is not there
@@ -357,16 +365,17 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     cat, elsewhere = data / "train" / "cat", image_folder(tmp_path, "elsewhere") / "elsewhere"
     image_folder(cat, ".ipynb_checkpoints", "__MACOSX")
     (cat / "._2.png").write_bytes(b"what macOS leaves in archives")
-    (cat / "7.heic").write_bytes(b"of a phone")
+    for name in ("7.heic", "8.eps", "../labels.csv", "../../val.zip"):
+        (cat / name).write_bytes(b"no picture that Pillow reads by itself")
     (cat / "folder.png").mkdir()
     os.mkfifo(cat / "pipe.png")
-    (data / "train" / "stray.png").write_bytes((cat / "02.png").read_bytes())
+    (data / "train" / "stray.jpe").write_bytes((cat / "02.png").read_bytes())
     (cat / "00.png").unlink()
     for link, target in (
         (cat / "00.png", "annex/objects/0.png"),
         (data / "train" / "bird", "nowhere"),
         (cat / "more", elsewhere / "cat"),
-        (cat / "6.png", elsewhere / "dog" / "00.png"),
+        (cat / "6.JFIF", elsewhere / "dog" / "00.png"),
         (data / "train" / "fish", elsewhere / "dog"),
         (cat / "up", ".."),
         (data / "train" / "parent", data / "train"),
@@ -377,15 +386,17 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     assert splits["train"].labels.bincount().tolist() == [5 + 6 + 1, 6, 6]
     for reason in (
         "dangling links (2, such as bird)",
-        "files of other types (1, such as cat/7.heic)",
+        "files of other types (2, such as cat/7.heic)",
+        "files outside the folders of the classes (1, such as labels.csv)",
         "hidden files and folders (3, such as cat/._2.png)",
-        "images outside the folders of the classes (1, such as stray.png)",
+        "images outside the folders of the classes (1, such as stray.jpe)",
         "links to a folder above (2, such as parent)",
         "unreadable files (1, such as cat/pipe.png)",
     ):
         assert reason in splits["train"].notes[0]
+    assert splits["train"].notes[1] == f"{data}: train, test, val are folders; not read: val.zip"
     assert splits["test"].notes == ()
-    assert len(expand_files(cat, SUFFIXES, what="images")[0]) == 12
+    assert len(expand_files(cat, image_suffixes(), what="images")[0]) == 12
 
 
 def test_classes_that_join_several_labels_are_named():
@@ -480,9 +491,7 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     )
     tables = f"--predict {folder}/new.csv {folder}/one.csv"
     console = run(transformer_test, f"--resume {runs['texts']} {tables}")
-    assert (
-        "new.csv: row 1 is the header; the label is column 3 (label), the text column 2" in console
-    )
+    assert "column 3 (label), the text column 2 (text); left out: column 1 (id)" in console
     assert f"warning: {folder}/new.csv: 1 of 2 rows have no text" in console
     printed += console.splitlines()[-3:]
     for file, column in (("new.jsonl", "other"), ("bare.tsv", "2")):
@@ -492,8 +501,8 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     assert printed[4].startswith(": ")
     flags = f"--resume {runs['texts']} --predict {folder}/quoted.tsv --text_column 1"
     assert run(transformer_test, flags).splitlines()[-1].startswith('"Oil" down, Stocks: ')
-    write(folder, list__json='["a text"]')
-    for file, names in (("empty.txt", "contains no text"), ("list.json", "save it as .jsonl")):
+    write(folder, list__json='["a text"]', two__csv="text,id\na,1\ntext,id\nb,2\n")
+    for file, names in (("empty.txt", "no text"), ("list.json", ".jsonl"), ("two.csv", NO_DATA)):
         refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")
     column = 'text\nOil; down\n""\n"Stocks, rise"\n'  # as a library writes a single column
     write(folder, column__csv=column)
