@@ -71,12 +71,6 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "ONNX Runtime decides itself what it keeps; leave it out"),
     ([{"backend": ("compile", "cudagraph")}], [{"checkpoint_activations": ON}],
      "torch's compiler fails on the recomputation; use --fuse, or --backend eager"),
-    ([{"sync_bn": ON}], [{"optimizer": ("slamb",)}],
-     "its model is not wrapped for data parallelism; leave one of them out"),
-    ([{"fuse": ON}, {"checkpoint_activations": ON}], [{"sync_bn": ON}],
-     "batch-norm over all processes cannot be recomputed; leave one of them out"),
-    ([{"balance_workers": ON}], [{"sync_bn": ON}],
-     "every layer waits for all processes, so that none can be measured; leave one of them out"),
     ([{"nesterov": ON}], [{"momentum": (0,)}],
      "there is no momentum to look ahead along; give --momentum above 0"),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from cli import compatibility
 from cli.flag_parser import Scope, ScriptParser
 from cli.flags import WIRE_BITS, OptimizerChoice
 from cli.options import check_validation_set, create_lr_schedule, uses_trained_model
-from distributed import comm_hooks, ddp, fsdp
+from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
 from distributed.worker import launcher_id
@@ -297,8 +297,6 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
     if args.checkpoint_activations and not activation_checkpointing.checkpoint_activations(model):
         raise InputError("--checkpoint_activations: no blocks to recompute; leave it out")
     if args.parallel != "ddp" and run.world.size > 1:
-        if args.sync_bn:
-            model = ddp.with_sync_batch_norm(model, run.world)
         fsdp.shard(
             model,
             run.world,
@@ -543,7 +541,6 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
         max_grad_norm=args.clip,
         average_decay=args.ema,
         num_views=num_views(args),
-        sync_batch_norm=args.sync_bn,
         eval_every=args.eval_every,
         save_every=args.save_every,
         keep=args.keep,

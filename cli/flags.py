@@ -297,8 +297,6 @@ def _add_speed(parser: ScriptParser) -> None:
     add("--timeout", number(float, 0, 1e9, open_low=True), [TimeLimits.start, TimeLimits.step],
         "seconds to wait for another process, up to the first step and in later ones", nargs=2,
         metavar="SECONDS", scope=Scope.HOW)
-    add("--sync_bn", switch, False, "statistics of batch-norm over all processes",
-        only_with=[several])
 
 
 def _add_communication(parser: ScriptParser) -> None:

@@ -88,6 +88,7 @@ INSTEAD = {  # what there is in place of some names
     "it is --warmup, in epochs": "--warmup_ratio --warmup_steps --num_warmup_steps",
     "it is --lr_args end=F, a share of --lr": "--min_lr",
     "it is --opt_args or --lr_args NAME=VALUE": "--optim_args --lr_scheduler_kwargs",
+    "BatchNorm's statistics are averaged before each evaluation": "--sync_bn",
     "it is --betas B1 B2": "--adam_beta1 --adam_beta2",
     "it is --ema DECAY": "--model_ema --use_ema",
     "it is --mixup cutmix, of strength --alpha": "--cutmix",

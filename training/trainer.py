@@ -66,7 +66,6 @@ class TrainerConfig:
     max_grad_norm: float = 0.0  # gradients are clipped to this norm; 0 is no limit
     average_decay: float = 0.0  # of the average of the weights that is evaluated; 0 is none
     num_views: int = 1  # views of each image, over which the trained model's outputs are averaged
-    sync_batch_norm: bool = False  # BatchNorm statistics over all GPUs
     eval_every: int = 1  # epochs from one evaluation to the next; the last one has its own
     save_every: int = 0  # steps between checkpoints within an epoch; 0 is none
     keep: int = 1  # how many checkpoints stay: last.pt and those before it
@@ -291,7 +290,7 @@ class Trainer:
         """
         meta_learner = self.meta_learner
         number = None
-        if (self.is_sharded or self.config.sync_batch_norm) and samples is not None:
+        if self.is_sharded and samples is not None:
             number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
             try:
@@ -581,7 +580,6 @@ class Trainer:
             self.model,
             self.world,
             hook=self.comm_hook,
-            sync_batch_norm=self.config.sync_batch_norm,
             static_graph=not several,
         )
         self.comm_hook.start(self.parameters)

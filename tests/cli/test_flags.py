@@ -19,7 +19,7 @@ ALIASES = [  # some of those of timm and of Hugging Face's Trainer, and the same
     ("--torch_compile", "--backend compile"),
 ]
 HYPHENS = [
-    ("--no-sync-bn", "--no-sync_bn"),
+    ("--no-noise-scale", "--no-noise_scale"),
     ("--grad-checkpointing", "--checkpoint_activations"),
     ("--output-dir=my-run", "--out=my-run"),
 ]
