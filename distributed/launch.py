@@ -57,8 +57,8 @@ def launch(arguments: list[str]) -> int:
     elif args.rdzv_backend == "static" and args.node_rank == 0 and args.master_port:
         check_port(args.master_port)
     # torch's own limits come after that of `named_wait`.
-    args.rdzv_conf += f",timeout={int(seconds) + 60},join_timeout={int(seconds) + 60}"
-    args.rdzv_conf = args.rdzv_conf.strip(",")
+    later = int(seconds) + 60
+    args.rdzv_conf = f"timeout={later},join_timeout={later},{args.rdzv_conf}".strip(",")
     try:
         with named_wait(lambda: missing_nodes(args), seconds, is_over=has_workers):
             run.run(args)
