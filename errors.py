@@ -40,7 +40,7 @@ FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 # What terminals, shells and schedulers send to end a run, some as a warning before a SIGKILL.
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 STOP_SIGNALS += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
-SIMILAR = 0.6  # share of letters, from 0 to 1, that two similar names have in common
+SIMILAR = 0.65  # share of letters, from 0 to 1, that two similar names have in common
 
 
 class InputError(Exception):

@@ -267,7 +267,7 @@ def _add_schedule(parser: ScriptParser) -> None:
     add("--milestones", count, None, "epochs of the changes (default 60 % and 80 % of the run)",
         nargs="+", metavar="EPOCH", only_with=[{"lr_schedule": ("multistep",)}])
     add("--lr_args", setting, {}, "further settings of the schedule, such as power=2 or end=0.1; "
-        "step_size defaults to 60 % of the run", owner="lr_schedule",
+        "step_size defaults to 60 % of the run, of cyclic to half of it", owner="lr_schedule",
         parts={name: own(Schedule, *each) for name, each in schedules.SETTINGS.items()})
     add("--lr_scaling", Choice(["none", "linear", "sqrt"]), "none", "scaling of --lr by the global "
         "batch / --base_bs, or its square root")

@@ -92,6 +92,9 @@ def parse(
         run_folder.check_overwritten(args.out, state)
         for line in parser.unused(given, args):
             print_once(f"warning: {line}")
+        if args.lr_schedule != "constant" and create_lr_schedule(args).is_constant():
+            how_long = f"in the {args.epochs} epochs of this run"
+            print_once(f"warning: --lr_schedule {args.lr_schedule} changes no rate {how_long}")
     return args, state
 
 

@@ -54,7 +54,8 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
 def report_restart(world: World, epoch: int) -> None:
     """Say on rank 0 that torchrun restarted the job, and from which epoch it goes on."""
     if world.is_main and is_restarted():
-        count = "{TORCHELASTIC_RESTART_COUNT} of {TORCHELASTIC_MAX_RESTARTS}".format_map(os.environ)
+        name = "TORCHELASTIC_MAX_RESTARTS"
+        count = f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ.get(name, '?')}"
         print(f"restart {count}, from epoch {epoch}", file=sys.stderr, flush=True)
 
 

@@ -12,11 +12,12 @@ from argparse import Namespace
 from types import FrameType
 
 from distributed.waiting import named_wait, why_unreachable
-from distributed.worker import LAUNCHER, end_with_sweep
-from errors import INTERRUPTED, LOST_PEER, exit_code, first_line, stop_signals
+from distributed.worker import LAUNCHER, end_with_sweep, process_name
+from errors import INTERRUPTED, LOST_PEER, exit_code, first_line, refused_as, stop_signals
 
 SHUTDOWN_SECONDS = "110"  # from SIGTERM to SIGKILL: time to write a checkpoint
 START_SECONDS = 300.0  # that --timeout allows where the script has none
+MOST_SECONDS = 1e9
 
 
 def launch(arguments: list[str]) -> int:
@@ -29,7 +30,7 @@ def launch(arguments: list[str]) -> int:
         InputError: this is the first node, and cannot listen at its port.
     """
     end_with_sweep()
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCHER] = process_name()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM")  # read by torchrun
     for each in set(stop_signals()) - {signal.SIGTERM}:
@@ -51,7 +52,8 @@ def launch(arguments: list[str]) -> int:
     args, seconds = run.parse_args(arguments), START_SECONDS
     with contextlib.suppress(KeyError, ValueError):  # a wrong number is refused by the script
         flags = args.training_script_args
-        seconds = float(dict(zip(flags, flags[1:]))["--timeout"])
+        given = float(dict(zip(flags, flags[1:]))["--timeout"])
+        seconds = given if 0 < given < MOST_SECONDS else START_SECONDS
     if args.standalone:  # whatever the name of this machine is, and PET_NNODES
         args.nnodes, args.local_addr = "1", args.local_addr or "127.0.0.1"
     elif args.rdzv_backend == "static" and args.node_rank == 0 and args.master_port:
@@ -60,7 +62,9 @@ def launch(arguments: list[str]) -> int:
     later = int(seconds) + 60
     args.rdzv_conf = f"timeout={later},join_timeout={later},{args.rdzv_conf}".strip(",")
     try:
-        with named_wait(lambda: missing_nodes(args), seconds, is_over=has_workers):
+        what = "MASTER_ADDR, MASTER_PORT or another setting of the launcher"
+        wait = named_wait(lambda: missing_nodes(args), seconds, is_over=has_workers)
+        with refused_as(what), wait:
             run.run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

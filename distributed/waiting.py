@@ -6,16 +6,19 @@ with named_wait(lambda: "node 1 has not come", seconds=300):
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from errors import LOST_PEER
+from errors import INTERRUPTED, LOST_PEER, stop_signals
 
 FIRST_SECONDS, NEXT_SECONDS = 5.0, 60.0  # after which a wait is reported, and reported again
 POLL_SECONDS = 0.2
+HANDLER_SECONDS = 1.0  # that a main thread has to answer a signal
 PROBE_SECONDS = 2.0  # of a connection that is tried
 
 
@@ -25,15 +28,23 @@ def named_wait(
 ) -> Iterator[None]:
     """Report a wait within the block on stderr; after so many seconds end the process with code 1.
 
+    A stop signal ends it with 130, since a main thread that waits in C++ calls no handler.
+
     Args:
         reason: what is missing, in words; "" where another process reports it.
         is_over: whether the wait is over before the block is.
     """
     done, start = threading.Event(), time.monotonic()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def watch() -> None:
         report_at = min(FIRST_SECONDS, seconds)
-        while not done.wait(POLL_SECONDS) and not is_over():
+        while not done.is_set() and not is_over():
+            if select.select([reader], [], [], POLL_SECONDS)[0]:
+                is_stopped = os.read(reader, 1)[0] in stop_signals()
+                if is_stopped and not done.wait(HANDLER_SECONDS) and not is_over():
+                    os._exit(INTERRUPTED)
             if (waited := time.monotonic() - start) < report_at:
                 continue
             text, has_failed = reason(), waited >= seconds
@@ -44,17 +55,23 @@ def named_wait(
                 os._exit(LOST_PEER)
             report_at = min(report_at + NEXT_SECONDS, seconds)
 
-    threading.Thread(target=watch, daemon=True).start()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
         done.set()
+        signal.set_wakeup_fd(wakeup)
+        thread.join()
+        os.close(reader)
+        os.close(writer)
 
 
 def why_unreachable(host: str, port: int) -> str:
     """Why nothing answers at a port of a host, such as that its name is unknown; "" if it does."""
     try:
         socket.create_connection((host, port), timeout=PROBE_SECONDS).close()
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, OverflowError) as error:
         return f"nothing answers at {host}:{port} ({getattr(error, 'strerror', None) or error})"
     return ""

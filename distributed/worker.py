@@ -9,9 +9,14 @@ import os
 import signal
 from pathlib import Path
 
-LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: the launcher's process number
+LAUNCHER = "FASTER_TRAINING_LAUNCHER"  # environment variable: what `process_name` says of it
 SWEEP = "FASTER_TRAINING_SWEEP"  # another: that of the sweep that started this process for a trial
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def process_name() -> str:
+    """This process's number, and the namespace in which it is the number of this process."""
+    return f"{os.getpid()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def end_with_launcher() -> None:
@@ -19,12 +24,15 @@ def end_with_launcher() -> None:
 
     A launcher that is killed, as by the kernel when memory runs out, cannot stop its workers. They
     would go on writing to a run folder that a resumed run writes to as well, or wait for each other
-    and hold memory. A program between the two, such as a profiler, is no launcher.
+    and hold memory. A program between the two, such as a profiler, is no launcher. torch's own
+    launcher dies of signals that the workers may have got as well: it leaves them time to save.
     """
-    number = os.environ.get(LAUNCHER, "")
-    is_parent = number == str(os.getppid()) if number else "TORCHELASTIC_RUN_ID" in os.environ
-    if is_parent or (number and not Path(f"/proc/{number}").exists()):  # it ended meanwhile
+    number, _, namespace = os.environ.get(LAUNCHER, "").partition(" ")
+    has_ended = bool(number) and not Path(f"/proc/{number}").exists()
+    if number == str(os.getppid()) or (has_ended and process_name().endswith(namespace)):
         _end_with_parent(number, signal.SIGKILL)
+    elif not number and "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with_parent("", signal.SIGTERM)
 
 
 def end_with_sweep() -> None:
@@ -59,4 +67,4 @@ def launcher_id() -> str:
 
 def is_restarted() -> bool:
     """Whether torchrun starts this process anew because the one before it failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")

@@ -15,6 +15,7 @@ import ipaddress
 import json
 import os
 import socket
+import sys
 import time
 import uuid
 from collections import namedtuple
@@ -48,6 +49,7 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
+JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of mpirun and srun
 MOST_RANKS, MOST_PORTS = 10**6, 2**16 - 1
 MOST_NAMED = 8  # ranks in a message
 POLL_SECONDS = 0.05
@@ -253,12 +255,22 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         LostPeer: another process has ended or does not answer.
     """
     rank, size = 0, 1
+    sizes = [os.environ.get(name, "") for name in JOB_SIZES]
+    started = max(int(text) if text.isdecimal() else 1 for text in sizes)
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        raise InputError("a launcher sets both RANK and WORLD_SIZE, and one is missing here")
     if under_torchrun():
         end_with_launcher()
         size = _number("WORLD_SIZE", 1, MOST_RANKS)
         rank = _number("RANK", 0, size - 1)
     else:
         end_with_sweep()
+        if started > 1:
+            print(
+                f"warning: a launcher started {started} processes without RANK and WORLD_SIZE: "
+                "each of them trains alone",
+                file=sys.stderr,
+            )
     world = World(rank, size, limits=limits, time_limit=limits.start)
     backend, has_failed = "gloo", True
     try:

@@ -30,7 +30,8 @@ SUFFIXES = (".csv", ".tsv", ".jsonl")
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
-NESTED = "a list or an object; write a string"  # this very object is the cell of a nested value
+NESTED = "a list or an object; write a string, or choose another column"
+"""This very object is the cell of a nested value."""
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(
@@ -296,12 +297,12 @@ def names_of_objects(path: Path) -> list[str]:
 def read_json_lines(path: Path, names: list[str]) -> Rows:
     """Yield the names of all objects as row 0, and the values of the object of each line.
 
-    Null and NaN are empty, lists and objects `NESTED`; other values but strings are as in JSON.
+    Null, NaN and [] are empty, lists and objects `NESTED`; others but strings are as in JSON.
     """
 
     def cell(value: Any) -> str:
         if value is None or isinstance(value, list | dict):
-            return "" if value is None else NESTED
+            return NESTED if value else ""
         text = value if isinstance(value, str) else json.dumps(value)
         return text.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
 
@@ -319,9 +320,9 @@ def has_both_names(cells: Sequence[str]) -> bool:
 
 
 def are_numbers(cells: Sequence[str]) -> bool:
-    """Tell whether normalised cells number the columns as pandas does, perhaps beside an index."""
+    """Tell whether normalised cells are 0, 1 and so on, as pandas writes, perhaps with an index."""
     numbers = [cell for cell in cells if cell and not cell.startswith("unnamed:")]
-    return len(cells) > 1 and len({*numbers}) == len(numbers) and all(map(is_number, numbers))
+    return len(cells) > 1 and sorted(numbers) == sorted(map(str, range(len(numbers))))
 
 
 def is_header(rows: Rows, choice: ColumnChoice) -> bool:
@@ -333,9 +334,9 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     """
     first = next(rows)[1]
     cells = list(map(normalise, first))
-    by_number = partial(is_position, num_columns=len(cells)) if are_numbers(cells) else is_number
     chosen = [*choice.texts, *([] if choice.label is None else [choice.label])]
-    if has_both_names(cells) or any(normalise(n) in cells for n in chosen if not by_number(n)):
+    chosen = [normalise(name) for name in chosen if not is_position(name, len(cells))]
+    if has_both_names(cells) or any(name in cells for name in chosen):
         return True
     names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
     second = next(rows, (0, first))[1]

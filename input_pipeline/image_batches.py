@@ -258,6 +258,11 @@ class FileDecoder:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             iter(loader)
+        except OSError as error:  # of processes, or of what they share
+            raise InputError(
+                f"the processes that read images cannot be started ({error.strerror}): make room "
+                f"in {SHARED_MEMORY}, or read without them"
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return tasks, loader

@@ -39,9 +39,10 @@ from input_pipeline.own_data import (
     utf8_name,
 )
 
-NO_IMAGES = frozenset("BUFR EPS GRIB HDF5 IPTC MPEG PCD WMF".split())
-"""Formats of Pillow that it cannot read by itself, or whose suffix is mostly that of another type:
-a .pcd file is a cloud of points."""
+IMAGE_FORMATS = frozenset("AVIF BMP DIB GIF JPEG JPEG2000 MPO PNG PPM QOI TGA TIFF WEBP".split())
+"""Formats of Pillow that people keep images in. Others are those of icons, documents and sensors,
+and lie beside images, or have the suffix of another type: a .pcd file is a cloud of points."""
+NO_PIXELS = {".pfm"}  # of PPM: floats, such as depths
 TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  # below --data_dir
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
@@ -195,9 +196,9 @@ def read_digits() -> tuple[dict[str, ImageSplit], list[str]]:
 
 @cache
 def image_suffixes() -> frozenset[str]:
-    """Return the suffixes of the images that Pillow reads, in lower case with their dots."""
-    formats = Image.registered_extensions()  # which fills Image.OPEN; MPO is opened as JPEG
-    return frozenset(s for s, name in formats.items() if name in {*Image.OPEN, "MPO"} - NO_IMAGES)
+    """Return the suffixes of `IMAGE_FORMATS` by Pillow's list, in lower case with their dots."""
+    formats = Image.registered_extensions()
+    return frozenset(s for s, name in formats.items() if name in IMAGE_FORMATS) - NO_PIXELS
 
 
 def read_folder(

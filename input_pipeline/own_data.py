@@ -145,7 +145,8 @@ def needed_splits(
 def unread_splits(root: Path, paths: Mapping[str, Path], suffixes: Sequence[str]) -> list[str]:
     """Say in a line what lies beside the splits: names like train.csv.gz, or without splits all."""
     beside = sorted(path.name for path in root.glob("[!.]*") if path not in paths.values())
-    like = [n for n in beside if n.lower().partition(".")[0] in sum(SPLIT_NAMES.values(), ())]
+    splits = "|".join(sum(SPLIT_NAMES.values(), ()))
+    like = [name for name in beside if re.match(rf"({splits})([\W\d_]|$)", name.lower())]
     names, read = like if like or paths else beside, ", ".join(suffixes) or "folders"
     return [f"{root}: train, test, val are {read}; not read: {list_names(names)}"] if names else []
 

@@ -219,7 +219,8 @@ def read_own_csv(
                 f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
                 f"row {empty[0]}); they are kept, and count like the others"
             )
-        names = names or name_classes(labels, texts, table)
+        is_chosen = choice.label is not None and bool(choice.texts)
+        names = names or name_classes(labels, texts, table, is_chosen=is_chosen)
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         columns = NO_CHOICE
         if header := table.header:
@@ -230,7 +231,9 @@ def read_own_csv(
     return splits, names
 
 
-def name_classes(labels: Sequence[str], texts: Sequence[str], table: CsvTable) -> list[str]:
+def name_classes(
+    labels: Sequence[str], texts: Sequence[str], table: CsvTable, *, is_chosen: bool
+) -> list[str]:
     """Return the classes of own data: the different labels of the training file.
 
     They are in sorted order, numbers before words.
@@ -238,9 +241,11 @@ def name_classes(labels: Sequence[str], texts: Sequence[str], table: CsvTable) -
     Args:
         labels, texts: of each row.
         table: the file, for messages.
+        is_chosen: whether the user chose the columns of label and text.
     Raises:
-        InputError: the labels are not those of a classification, or one is from a header: that of
-            the first row or of a usual name, with one text however often, unlike other labels.
+        InputError: the labels are not those of a classification, or one seems to be from a header:
+            that of a first row alone; or that of the first row or of a usual name with one word as
+            its text however often, unless the columns are chosen or rows are objects.
     """
     counts = Counter(labels)
     where = f"{table.path}: {table.describe_column(table.label)} was read as the label and"
@@ -256,17 +261,20 @@ def name_classes(labels: Sequence[str], texts: Sequence[str], table: CsvTable) -
             "--label_column"
         )
     own = normal_form(table.header[table.label]) if table.header else labels[0]
-    names = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
-    for name in [name for name in counts if names.intersection([name, normalise(name)])]:
+    suspects = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
+    for name in [name for name in counts if suspects.intersection([name, normalise(name)])]:
         places = [place for place, label in enumerate(labels) if label == name]
-        is_alike = all(texts[place] == texts[places[0]] for place in places)
-        if is_alike and len({*zip(labels, texts)}) > len(counts):
+        words = {texts[place] for place in places}
+        is_header = len(words) == 1 == len(next(iter(words)).split())
+        is_header = is_header and not is_chosen and table.path.suffix.lower() != ".jsonl"
+        is_lone = not table.header and places == [0]
+        if (is_header or is_lone) and len({*zip(labels, texts)}) > len(counts):
             number, row = next(islice(table.rows(), places[0], None))
             raise InputError(
                 f"{table.path}, row {number}: no other text has the label {shorten(name)!r}; if "
                 f"this row is a header ({list_names(row)}), name its columns with --label_column "
                 "and --text_column, or delete it below another header; if it is data, let the "
-                "first row be a header such as label,text"
+                "first row be a header such as label,text, and name the columns as well"
             )
     return sorted(
         counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)

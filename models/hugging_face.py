@@ -101,7 +101,7 @@ class Encoder(nn.Module):
         if random := sorted(new & frozen):
             raise InputError(f"--freeze: {list_names(random)} would stay random; leave it out")
         theirs, head = AutoConfig.from_pretrained(folder), classifier_names(self.model)
-        names = [theirs.id2label[number] for number in sorted(theirs.id2label)]
+        names = [theirs.id2label.get(number, "") for number in range(theirs.num_labels)]
         is_saved = info["missing_keys"].isdisjoint(head)
         rows = matching_rows(names, classes) if is_saved else {}
         saved = load(config=theirs)[0].state_dict() if rows and mismatched else state

@@ -226,9 +226,13 @@ def load_pretrained(
 
 
 def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[int, int]:
-    """The numbers of classes, and those of the saved classes of the same name in any case."""
+    """The numbers of classes, and those of the saved classes of the same name in any case.
+
+    LABEL_1, as transformers calls a class without a name, is 1 as well.
+    """
     names = [normal_form(str(name)) for name in saved_classes]
-    numbers = {name.casefold(): number for number, name in enumerate(names)}
+    numbers = {name.removeprefix("LABEL_"): number for number, name in enumerate(names)}
+    numbers |= {name.casefold(): number for number, name in enumerate(names)}
     numbers |= {name: number for number, name in enumerate(names)}  # the same case counts more
     keys = [normal_form(name) for name in classes]
     found = [numbers.get(key, numbers.get(key.casefold(), -1)) for key in keys]
@@ -239,7 +243,7 @@ def describe_rows(layer: str, rows: Mapping[int, int], classes: Sequence[str]) -
     """The end of a line that says what a classifier keeps, see `matching_rows`."""
     new = [name for number, name in enumerate(classes) if number not in rows]
     if not rows:
-        return f"; {layer} begins anew, as no class of the weights has the name of one here"
+        return f"; {layer} begins anew, as the weights name no class that is here"
     return (
         f"; in {layer} begin anew: {list_names(new)}"
         if new

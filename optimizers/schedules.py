@@ -61,7 +61,7 @@ class Schedule:
         epochs: length of the run.
         warmup: epochs of a linear rise from 0 that multiplies the above.
         gamma: factor of step, multistep, exponential and inverse.
-        step_size: epochs, of step and cyclic; None is 60 % of the run.
+        step_size: epochs, of step and cyclic; None is 60 % of the run, of cyclic half of it.
         milestones: epochs, of multistep; None is 60 % and 80 % of the run.
         power: exponent of polynomial.
         end: last multiple of polynomial and cosine.
@@ -109,9 +109,14 @@ class Schedule:
         warm = min(1.0, (progress + step) / self.warmup) if self.warmup else 1.0
         return warm * self._shape(progress)
 
+    def is_constant(self) -> bool:
+        """Whether the rate stays the same after the warm-up."""
+        return len({self._shape(self.epochs * number / 1000) for number in range(1000)}) == 1
+
     @property
     def _step_size(self) -> float:
-        return CHANGES[0] * self.epochs if self.step_size is None else self.step_size
+        share = 0.5 if self.name == "cyclic" else CHANGES[0]  # up and down
+        return share * self.epochs if self.step_size is None else self.step_size
 
     def _shape(self, progress: float) -> float:
         done = progress + 1e-9  # as a step is no binary fraction of an epoch

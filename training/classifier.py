@@ -81,7 +81,7 @@ class Classifier:
         if isinstance(samples, str | Mapping) or not hasattr(samples, "__getitem__"):
             raise TypeError("give a list of samples, also of a single one")
         shape: tuple[int, ...] = getattr(samples, "shape", ())
-        if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
+        if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4)):
             raise TypeError("give a list of samples, also of a single image")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1")

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-from errors import discard_stdout, writing
+from errors import InputError, discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress, time_left
@@ -117,7 +117,7 @@ class RunLog:
         Returns:
             Whether it was gone, and is there again.
         Raises:
-            InputError: another run has made the folder meanwhile.
+            InputError: another run has made the folder meanwhile, or another file has its name.
         """
         if self.lock is None or is_locked(self.folder, self.lock):
             return False
@@ -126,6 +126,11 @@ class RunLog:
             self.lock.close()
             self.lock = lock_run_folder(self.folder)
             self._write_config()
+        except (FileExistsError, NotADirectoryError):
+            raise InputError(
+                f"{self.folder}: the run folder is gone, with its files, and something else has "
+                "its name, or that of a folder above; train again with another folder"
+            ) from None
         except OSError:  # of which the file that is to be written there will tell
             return False
         self.write_rows(rows)

@@ -131,6 +131,13 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
         rows = f"{header}1,5,1\n2,b,0\n3,c,1\n"
         splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows), label, "2")
         assert (classes, splits["train"].texts) == (["0", "1"], ["5", "b", "c"])
+    no_header, rare = (
+        "0,1984\n1,It\n0,Dune\n1,Emma\n",
+        "label,text\na,b\nb,c\na,d\nlabel,Click me\n",
+    )
+    for rows in (no_header, rare):
+        splits, _ = read(write(tmp_path, train__csv=rows, test__csv=rows))
+        assert len(splits["train"]) == 4, "no row of data is taken for a header"
     write(tmp_path, train__csv='"x, 1";a\n"y, 2";b\n', test__csv='"x, 1";c\n')
     assert read(tmp_path)[1] == ["x, 1", "y, 2"], "a comma within quotes"
     for names, label, text in (("0,1", "0", "1"), ("0,1", "1", "2"), ("1,5", "1", "5")):
@@ -365,7 +372,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     cat, elsewhere = data / "train" / "cat", image_folder(tmp_path, "elsewhere") / "elsewhere"
     image_folder(cat, ".ipynb_checkpoints", "__MACOSX")
     (cat / "._2.png").write_bytes(b"what macOS leaves in archives")
-    for name in ("7.heic", "8.eps", "../labels.csv", "../../val.zip"):
+    for name in ("7.heic", "8.ico", "../labels.csv", "../../val.zip"):
         (cat / name).write_bytes(b"no picture that Pillow reads by itself")
     (cat / "folder.png").mkdir()
     os.mkfifo(cat / "pipe.png")

@@ -100,7 +100,10 @@ def test_the_rate_falls_within_a_run_of_any_length(name):
         args = parsed(resnet50_test, f"--lr_schedule {name} --epochs {epochs}")
         factors = [options.create_lr_schedule(args)(epochs * k / 20) for k in range(20)]
         assert factors[-1] < max(factors)
-    own = Schedule(name, 50, warmup=args.warmup, milestones=[30, 40], step_size=30)
+    given = {"milestones": [30, 40], "step_size": 25 if name == "cyclic" else 30}
+    own = Schedule(name, 50, warmup=args.warmup, **given)
+    assert not own.is_constant()
+    assert Schedule(name, 2, milestones=[30], step_size=30).is_constant() == (name != "cyclic")
     assert factors == [own(50 * k / 20) for k in range(20)]
 
 
