@@ -13,6 +13,7 @@ import os
 import reprlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
@@ -96,7 +97,12 @@ def refused_as(flag: str, kinds: tuple[type[Exception], ...] = (ValueError,)) ->
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return `STOP_SIGNALS` without those that this process ignores, as nohup starts it."""
+    """Return `STOP_SIGNALS` without those that this process ignores, as nohup starts it.
+
+    None outside the main thread, which alone may handle them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
     return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
 
 

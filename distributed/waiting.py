@@ -34,7 +34,7 @@ def named_wait(
         reason: what is missing, in words; "" where another process reports it.
         is_over: whether the wait is over before the block is.
     """
-    done, start = threading.Event(), time.monotonic()
+    done, start, handled = threading.Event(), time.monotonic(), stop_signals()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -42,7 +42,7 @@ def named_wait(
         report_at = min(FIRST_SECONDS, seconds)
         while not done.is_set() and not is_over():
             if select.select([reader], [], [], POLL_SECONDS)[0]:
-                is_stopped = os.read(reader, 1)[0] in stop_signals()
+                is_stopped = os.read(reader, 1)[0] in handled
                 if is_stopped and not done.wait(HANDLER_SECONDS) and not is_over():
                     os._exit(INTERRUPTED)
             if (waited := time.monotonic() - start) < report_at:
@@ -57,12 +57,13 @@ def named_wait(
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if handled else -1
     try:
         yield
     finally:
         done.set()
-        signal.set_wakeup_fd(wakeup)
+        if handled:
+            signal.set_wakeup_fd(wakeup)
         thread.join()
         os.close(reader)
         os.close(writer)
