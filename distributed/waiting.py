@@ -26,11 +26,12 @@ PROBE_SECONDS = 2.0  # of a connection that is tried
 def named_wait(
     reason: Callable[[], str], seconds: float, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Report a wait within the block on stderr; after so many seconds end the process with code 1.
+    """Report a wait within the block on stderr, and end the process with code 1 after a limit.
 
-    A stop signal ends it with 130, since a main thread that waits in C++ calls no handler.
+    A stop signal ends the process with 130: a main thread that waits in C++ calls no handler.
 
     Args:
+        seconds: the limit.
         reason: what is missing, in words; "" where another process reports it.
         is_over: whether the wait is over before the block is.
     """
