@@ -13,36 +13,25 @@ Hidden representations are mixed in the same way: `blend` takes any (batch, ...)
 functions are pure, never wait for the device, and take their randomness from `generator` (None is
 torch's default one).
 
-The meta-gradient. How does a clean loss depend on lambda after one SGD step on the mixed loss?
-With the virtual step theta' = theta - a grad_theta L_mix(theta, lambda) and the gradient v of
-L_clean at theta',
+Meta-mixup. `MetaMixup` learns while the model is trained which of two samples gets the larger
+share, by what steps of the model's own optimizer do to held-out rows.
 
-    d L_clean(theta') / d lambda = - a d/d lambda (v . grad_theta L_mix(theta, lambda))
-                                 ~ - a (g(theta + e v) - g(theta - e v)) / (2 e),
-
-where g(theta) = d L_mix(theta, lambda) / d lambda. These central differences are equation 8 of
-DARTS (arXiv:1806.09055). No graph of gradients is built, so that any model will do: four forward
-and backward passes, two of which need no gradient of the parameters.
-
-    def mixed_loss(mix): return cross_entropy(model(blend(images, mix)), labels, mix=mix)
-    def clean_loss(): return F.cross_entropy(model(clean_images), clean_labels)
-    gradient = meta_gradient(model, lam, mixed_loss=lambda lam: mixed_loss(Mix(partner, lam)),
-                             clean_loss=clean_loss, rate=lr)
-
-Meta-mixup. `MetaMixup` follows the meta-gradient while the model is trained (arXiv:1908.10059).
-
-    meta = MetaMixup(classes=10, rows=len(training_set))
+    meta = MetaMixup(len(training_set))
     meta.rows = rows                             # of the batch, before each step
-    meta.learn(model, labels, mixed_loss=mixed_loss, clean_loss=clean_loss, rate=lr)  # each 32nd
+    meta.learn(model, optimizer, labels, mixed_loss=mixed_loss, measure=measure)  # each 16th
     mix = meta.mix(labels)                       # on every step; then as with any other mix
     meta.observe(logits, labels, mix)            # what the model said of the mixed batch
     meta.row_losses.end_epoch()
+
+    def mixed_loss(mix): return cross_entropy(model(blend(images, mix)), labels, mix=mix)
+    def measure(): return mean_doubt(model(held_out_images), held_out_labels)
 """
 
-import contextlib
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,16 +39,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends import torch_compat
-from optimizers.base import global_norm, step_unless_skipped
+from optimizers.base import clip_gradients, global_norm, step_unless_skipped
 
-KINDS = ("none", "mixup", "intra", "attention", "cutmix", "meta")
-TEXT_KINDS = ("none", "mixup", "intra", "meta")  # those that need no height and width
-POLICIES = ("loss", "pair")  # of MetaMixup
+TEXT_KINDS = ("none", "mixup", "inter_class", "intra_class", "meta")
+KINDS = (*TEXT_KINDS, "fmix", "cutmix")  # the last ones need height and width
 
-ATTENTION_GRID = 4  # side of the noise from which attention maps are interpolated
-ATTENTION_CONTRAST = 2.0  # standard deviation of that noise, on the logit of lambda
-FINITE_DIFFERENCE_STEP = 0.01  # |e v| relative to |theta|
+FMIX_DECAY = 3.0  # power of the frequency by which the amplitudes of FMix's noise fall
 LEAST_SHARE = 1e-4  # of a mix, beyond which its logarithm says nothing
 LARGEST_EXCESS = 10.0  # of a row's loss
 
@@ -140,7 +125,7 @@ def mixup(
     return Mix(partner, weights.expand(count))
 
 
-def intra(
+def inter_class(
     labels: Tensor,
     alpha: float,
     *,
@@ -156,18 +141,36 @@ def intra(
         generator: on the device of `labels`.
 
     Returns:
-        A Mix in which samples have lambda = 1, so are not mixed, where all are of one class.
+        A Mix in which samples without such a partner have lambda = 1, so are not mixed.
     """
-    eligible = labels[:, None] != labels  # (batch, batch)
-    scores = torch.rand(eligible.shape, generator=generator, device=labels.device)
+    eligible = labels[:, None] != labels
+    return _among(eligible, alpha, weight=weight, generator=generator)
+
+
+def intra_class(
+    labels: Tensor,
+    alpha: float,
+    *,
+    weight: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Mix:
+    """Sample as `inter_class`, but partners only of the same class: labels stay as they are."""
+    eligible = (labels[:, None] == labels).fill_diagonal_(False)
+    return _among(eligible, alpha, weight=weight, generator=generator)
+
+
+def _among(
+    eligible: Tensor, alpha: float, *, weight: float | None, generator: torch.Generator | None
+) -> Mix:
+    """Sample partners evenly among those that are `eligible` (batch, batch) for each sample."""
+    device = eligible.device
+    scores = torch.rand(eligible.shape, generator=generator, device=device)
     best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
-    weights = sample_beta(
-        alpha, len(labels), weight=weight, device=labels.device, generator=generator
-    )
+    weights = sample_beta(alpha, len(best), weight=weight, device=device, generator=generator)
     return Mix(partner, torch.where(best < 0, 1.0, weights))
 
 
-def attention(
+def fmix(
     labels: Tensor,
     alpha: float,
     *,
@@ -175,24 +178,36 @@ def attention(
     width: int,
     generator: torch.Generator | None = None,
 ) -> Mix:
-    """Sample a lambda for each sample and vary it over the image by a smooth random map.
+    """Cut a shape out of the partner, the darkest pixels of smooth noise (arXiv:2002.12047).
+
+    The amplitudes of the noise fall with the third power of the frequency. The batch has one shape,
+    in which the share lambda of the pixels, rounded to whole ones, is of the own image.
 
     Args:
         labels: (batch,) integers; only their number and device count.
-        alpha: parameter of the Beta distribution of lambda, around which the map varies.
+        alpha: parameter of the Beta distribution of lambda.
         height, width: of the images, in pixels.
         generator: on the device of `labels`.
 
     Returns:
-        A Mix whose `weight` is the mean of its `weight_map` over the image.
+        A Mix whose `weight` is the mean of its `weight_map`, of zeros and ones, over the image.
     """
-    mix = mixup(labels, alpha, per_sample=True, generator=generator)
-    grid = (len(labels), 1, ATTENTION_GRID, ATTENTION_GRID)
-    noise = torch.randn(grid, generator=generator, device=labels.device)
-    field = F.interpolate(noise, (height, width), mode="bilinear", align_corners=False)
-    logits = torch.logit(mix.weight, eps=1e-4)[:, None, None, None]
-    weight_map = torch.sigmoid(logits + ATTENTION_CONTRAST * field)
-    return Mix(mix.partner, weight_map.mean((1, 2, 3)), weight_map)
+    mix = mixup(labels, alpha, generator=generator)
+    device = labels.device
+    rows, columns = (
+        torch.fft.fftfreq(height, device=device),
+        torch.fft.rfftfreq(width, device=device),
+    )
+    frequency = (rows[:, None].square() + columns.square()).sqrt()
+    parts = torch.randn((2, *frequency.shape), generator=generator, device=device)
+    spectrum = (
+        torch.complex(*parts.unbind()) / frequency.clamp(min=1 / max(height, width)) ** FMIX_DECAY
+    )
+    noise = torch.fft.irfft2(spectrum, (height, width)).flatten()
+    rank = noise.argsort().argsort()  # of each pixel among all
+    own = (rank < (mix.weight[0] * len(noise)).round()).float()
+    weight_map = own.view(1, 1, height, width).expand(len(labels), -1, -1, -1)
+    return Mix(mix.partner, own.mean().expand(len(labels)), weight_map)
 
 
 def cutmix(
@@ -261,7 +276,13 @@ def sample_mix(
         settings: further arguments of that kind's function.
     """
     kinds: dict[str, Callable[..., Mix]]
-    kinds = {"mixup": mixup, "intra": intra, "attention": attention, "cutmix": cutmix}
+    kinds = {
+        "mixup": mixup,
+        "inter_class": inter_class,
+        "intra_class": intra_class,
+        "fmix": fmix,
+        "cutmix": cutmix,
+    }
     size = {} if kind in TEXT_KINDS else {"height": height, "width": width}
     return kinds[kind](labels, alpha, **size, **settings)
 
@@ -339,7 +360,7 @@ def cross_entropy(
         ValueError: labels of pixels with a mix whose weight differs from pixel to pixel.
     """
     if labels.ndim > 1 and (mix.box or mix.weight_map is not None):
-        raise ValueError("labels of pixels are mixed by one weight a sample: use mixup or intra")
+        raise ValueError("labels of pixels are mixed by one weight a sample: use mixup")
     scores = logits.log_softmax(1)
     if class_weights is not None:
         scores = scores * class_weights.view(-1, *[1] * (scores.ndim - 2))
@@ -376,87 +397,6 @@ def num_correct(logits: Tensor, labels: Tensor, *, mix: Mix) -> Tensor:
     return (mix.weight * own + (1 - mix.weight) * other).sum()
 
 
-# -------------------------------------------------------------------- the meta-gradient
-
-
-def meta_gradient(
-    model: nn.Module,
-    weights: Tensor,
-    *,
-    mixed_loss: Callable[[Tensor], Tensor],
-    clean_loss: Callable[[], Tensor],
-    rate: float,
-    metric: list[Tensor] | None = None,
-    scale: Tensor | float = 1.0,
-) -> Tensor:
-    """Gradient of the clean loss after a virtual SGD step on the mixed loss, to `weights`.
-
-    The equation stands at the top of this file. With a metric m the step is a m grad_theta L_mix,
-    and m v stands for v. Parameters, buffers (the statistics of BatchNorm) and random states are
-    left unchanged, and no `.grad` is written. All passes see the same random numbers, so that
-    dropout is part of the function that is differentiated.
-
-    Args:
-        model: its parameters take the virtual step; not wrapped for data parallelism.
-        weights: the lambdas, of any shape.
-        mixed_loss: computes a scalar from `weights` by `model`.
-        clean_loss: computes a scalar by `model`, on samples that are not mixed.
-        rate: a, the learning rate of the virtual step.
-        metric: factors of the step, a tensor for each parameter that is trained; None is 1.
-        scale: factor of the losses before each backward pass, for gradients in fp16.
-
-    Returns:
-        The gradient, of the shape of `weights`.
-    """
-    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    weights = weights.detach().clone(memory_format=torch.contiguous_format)  # not an expanded one
-    devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
-
-    def gradient(loss: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        with torch.random.fork_rng(list(devices)), torch.enable_grad():
-            scaled = torch.autograd.grad(
-                loss() * scale, inputs, allow_unused=True, materialize_grads=True
-            )
-            torch.clear_autocast_cache()  # the caller's block may hold copies of these weights
-        return list(torch._foreach_div(scaled, scale))
-
-    with torch.no_grad(), restore_on_exit(parameters, list(model.buffers())) as start:
-        step = gradient(lambda: mixed_loss(weights), parameters)
-        if metric:
-            torch._foreach_mul_(step, metric)
-        torch._foreach_add_(parameters, step, alpha=-rate)
-        del step  # frees a copy of the model
-        direction = gradient(clean_loss, parameters)
-        if metric:
-            torch._foreach_mul_(direction, metric)
-        epsilon = FINITE_DIFFERENCE_STEP * global_norm(start) / global_norm(direction)
-        torch._foreach_mul_(direction, epsilon)
-        leaf = weights.requires_grad_()
-        sides = []  # the gradient of the mixed loss with respect to the leaf at theta +- e v
-        for sign in (1, -1):
-            torch._foreach_copy_(parameters, start)
-            torch._foreach_add_(parameters, direction, alpha=sign)
-            sides += gradient(lambda: mixed_loss(leaf), [leaf])
-        return (sides[1] - sides[0]) * (rate / (2 * epsilon))
-
-
-@contextlib.contextmanager
-def restore_on_exit(parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Context in which parameters and buffers may change: on exit they are bit for bit as before.
-
-    Yields:
-        Copies of the parameters as they were on entry.
-    """
-    start = [parameter.detach().clone() for parameter in parameters]
-    statistics = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield start
-    finally:
-        with torch.no_grad():
-            for tensor, old in zip([*parameters, *buffers], [*start, *statistics]):
-                tensor.copy_(old)
-
-
 # -------------------------------------------------------------------- meta-mixup
 
 
@@ -474,9 +414,9 @@ class RowLosses:
     """
 
     def __init__(self, rows: int, device: torch.device | None) -> None:
-        self.excess = torch.zeros(rows, device=device)
+        self.excess = torch.zeros(rows, dtype=torch.float32, device=device)
         self.is_known = False
-        self.sums = torch.zeros(2, rows, device=device)
+        self.sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor, logits: Tensor, *, labels: Tensor, mix: Mix) -> None:
         """Count a mixed batch.
@@ -509,187 +449,229 @@ class RowLosses:
         self.sums.zero_()
 
 
-class MetaMixup:
-    """Mixup whose lambda follows the gradient of a clean loss through a virtual step.
+def mean_doubt(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean of 1 - p(label), which wrong labels among those of `labels` shift by a constant.
 
-    The idea is that of Mai et al. (arXiv:1908.10059). They learn online, with the training; here a
-    policy remembers what it has learned from one batch to the next. Its use stands at the top of
-    this file. Partners are sampled as by `mixup`. Policies:
-
-    1. 'loss': one number, the slope k. lambda0 ~ Beta(alpha, alpha) for each sample, and with the
-       excess of `RowLosses` in the epoch before
-
-           logit lambda = logit lambda0 + k (excess of the partner - excess of the sample).
-
-       So a row whose label the network doubts gives way to its partner. It starts as mixup, with
-       k = 0. Weighting samples by their losses is that of arXiv:1902.07379 and arXiv:1904.11238.
-    2. 'pair': lambda is a number for each unordered pair of the C classes, C (C + 1) / 2 in all.
-       It starts at 0.75, the mean of max(lambda, 1 - lambda) under Beta(1, 1). A sample has the
-       larger share in its own mix, lambda in [0.5, 1], where 1 is no mixing: the partner's row of
-       the same batch stands for the other half.
+    The sum of it over all labels is the same for any prediction, so that labels which are wrong at
+    random do not change which prediction is the better one (arXiv:1712.09482), as they do of the
+    cross-entropy.
 
     Args:
-        classes: C, the number of classes.
-        policy: one of `POLICIES`.
-        rows: of the training set, for 'loss'.
-        alpha: of the Beta distribution of 'loss'.
-        lr: learning rate of Adam on k, or on the logits of 2 lambda - 1.
+        logits: (batch, classes).
+        labels: (batch,) integers.
+
+    Returns:
+        A scalar between 0 and 1.
+    """
+    return 1 - logits.softmax(1).gather(1, labels[:, None]).mean()
+
+
+def after_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: Callable[[], Tensor],
+    measure: Callable[[], Tensor],
+    scale: Tensor | float = 1.0,
+    max_grad_norm: float = 0.0,
+) -> Tensor:
+    """Return what `measure` is after a step of the optimizer on a loss, and take the step back.
+
+    Parameters, their gradients, buffers, the optimizer's state and random states are left as they
+    were. Any optimizer will do whose state_dict is its whole state. The step is one of this process
+    alone.
+
+    Args:
+        model: whose parameters the optimizer has; not wrapped for data parallelism.
+        optimizer: after its first step.
+        loss: computes a scalar by `model`.
+        measure: computes a scalar by `model`.
+        scale: factor of the loss before the backward pass, for gradients in fp16.
+        max_grad_norm: gradients are clipped to this norm; 0 is no limit.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    before = [each.detach().clone() for each in tensors]
+    state = copy.deepcopy(optimizer.state_dict())
+    devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
+    try:
+        with torch.random.fork_rng(list(devices)), torch.enable_grad():
+            found = torch.autograd.grad(loss() * scale, parameters, allow_unused=True)
+            for p, new in zip(parameters, found):
+                p.grad = None if new is None else new / scale
+            written = [p.grad for p in parameters if p.grad is not None]
+            norm = global_norm(written)
+            if max_grad_norm:
+                clip_gradients(written, norm, max_grad_norm)
+            step_unless_skipped(optimizer, ~torch.isfinite(norm))
+            torch.clear_autocast_cache()  # the caller's block may hold copies of other weights
+            with torch.no_grad():
+                return measure()
+    finally:
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, before)
+        optimizer.load_state_dict(state)
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient
+
+
+class MetaMixup:
+    """Mixup that learns whether a row whose label the network doubts should give way.
+
+    The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
+    is learned here is one number, the slope k. Partners are sampled as by `mixup`; for each sample
+    lambda0 ~ Beta(alpha, alpha), and
+
+        logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
+
+    where D is the excess of the partner in the epoch before (see `RowLosses`) minus that of the
+    sample, of unit standard deviation in the batch, and s is the standard deviation of
+    logit lambda0. So lambda keeps its distribution: k decides who gets the larger share, and not
+    how much is mixed. It starts at 0, as mixup. Weighting samples by their losses is that of
+    arXiv:1902.07379 and arXiv:1904.11238.
+
+    `learn` tries a step of the model's optimizer with k + 1, and one with k - 1, on the same batch.
+    When the mean difference of their effects on held-out rows is known to two of its standard
+    errors, k moves by 0.5 towards the better side, and the next measurement begins.
+
+    Args:
+        rows: of the training set.
+        alpha: of the Beta distribution.
         device: of the labels.
 
     Attributes:
-        numbers: (1,) k; or (C (C + 1) / 2,) differences of those logits from the start.
-
-    Raises:
-        ValueError: there is no such policy, or 'loss' has no rows.
+        slope: () k.
+        trials: (3,) number, sum and sum of squares of the differences since k moved.
     """
 
+    SPAN = 1.0  # between k and the slopes that are tried
+    STRIDE = 0.5  # by which k moves
+    LARGEST = 2.0  # of |k|
+    GOES_ON = 1.0  # from which k mixing is to go on to the end of the run
+    LEAST_TRIALS = 4
+    LEAST_ERRORS = 2.0  # standard errors by which the mean difference must differ from 0
+
     def __init__(
-        self,
-        classes: int,
-        policy: str = "loss",
-        *,
-        rows: int = 0,
-        alpha: float = 1.0,
-        lr: float = 0.1,
-        device: torch.device | None = None,
+        self, rows: int, *, alpha: float = 1.0, device: torch.device | None = None
     ) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"unknown policy {policy}: choose one of {', '.join(POLICIES)}")
-        if policy == "loss" and not rows:
-            raise ValueError("policy loss needs the number of training rows")
-        self.policy = policy
         self.alpha = alpha
-        count = classes * (classes + 1) // 2 if policy == "pair" else 1
-        if policy == "pair":
-            # (classes, classes): which number belongs to a pair of classes, in both orders
-            self.pair_index = torch.empty(classes, classes, dtype=torch.long, device=device)
-            low, high = torch.triu_indices(classes, classes, device=device)
-            self.pair_index[low, high] = torch.arange(count, device=device)
-            self.pair_index[high, low] = self.pair_index[low, high]
-        self.numbers = torch.zeros(count, device=device, requires_grad=True)
-        # Its epsilon is far below the gradients, which are as small as a learning rate divided by
-        # the batch size and the number of pairs.
-        fused = torch_compat.supports_fused_optimizers([self.numbers])
-        self.adam = torch.optim.Adam([self.numbers], lr=lr, eps=1e-20, fused=fused)
-        self.learned_mix: Mix | None = None  # of the last call of `learn`, until `mix` returns it
+        # the standard deviation of the logit of a Beta variable, as far as it is not cut off
+        variance = 2 * torch.polygamma(1, torch.tensor(alpha, dtype=torch.float64)).item()
+        self.spread = min(math.sqrt(variance), -math.log(LEAST_SHARE))
+        self.slope = torch.zeros((), dtype=torch.float32, device=device)
+        self.trials = torch.zeros(3, dtype=torch.float32, device=device)
         self.row_losses = RowLosses(rows, device)
         self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
         self.mixed_rows = self.rows  # of the last one
 
     def mix(self, labels: Tensor) -> Mix:
-        """Sample the Mix of a batch by the policy.
-
-        The first call after `learn` returns the Mix on which the policy learned, corrected, if the
-        batch has the same size: the paper orders the two steps in this way.
-        """
+        """Sample the Mix of a batch."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
-        learned_mix, self.learned_mix = self.learned_mix, None
-        if learned_mix is not None and len(learned_mix.weight) == len(labels):
-            return learned_mix
-        with torch.no_grad():
-            partner = torch.randperm(len(labels), device=labels.device)
-            weight = self.lambdas(self.numbers, labels, partner=partner, rows=self.mixed_rows)
-            return Mix(partner, weight)
+        return self.sample(labels, rows=self.mixed_rows)[0]
 
     def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
-        """Take note of what the model said of the last mixed batch, for policy 'loss'."""
-        if self.policy == "loss" and len(self.mixed_rows) == len(labels):
+        """Take note of what the model said of the last mixed batch."""
+        if len(self.mixed_rows) == len(labels):
             self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
 
-    def lambdas(self, numbers: Tensor, labels: Tensor, *, partner: Tensor, rows: Tensor) -> Tensor:
-        """Compute lambda of each sample, differentiable with respect to the policy's numbers.
+    def sample(self, labels: Tensor, *, rows: Tensor, spans: Sequence[float] = (0.0,)) -> list[Mix]:
+        """Sample partners and lambda0, and compute the Mix of each of some slopes.
 
         Args:
-            numbers: the policy's, of the shape of `self.numbers`.
-            labels: (batch,) integers.
-            partner: (batch,) rows of the batch.
-            rows: (batch,) rows of the training set, for 'loss'; without them, (0,), the slope has
-                no effect.
-
-        Returns:
-            (batch,) numbers in [0.5, 1], of 'loss' in [0, 1].
+            labels: (batch,) integers; only their number and device count.
+            rows: (batch,) rows of the training set; where they are others in number, it is not
+                known which ones these are, and the slope has no effect.
+            spans: what is added to the slope.
         """
-        if self.policy == "pair":
-            return (1 + torch.sigmoid(numbers[self.pair_index[labels, labels[partner]]])) / 2
-        excess = torch.zeros_like(labels, dtype=torch.float32)
-        if len(rows) == len(labels):  # else it is not said which rows they are
+        count, device = len(labels), labels.device
+        partner = torch.randperm(count, device=device)
+        start = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
+        difference = torch.zeros_like(start)
+        if len(rows) == count > 1:
             excess = self.row_losses.excess[rows]
-        start = sample_beta(self.alpha, len(labels), device=labels.device)
-        logit = torch.logit(start, eps=LEAST_SHARE)
-        return torch.sigmoid(logit + numbers * (excess[partner] - excess))
+            difference = excess[partner] - excess
+            difference = difference / difference.std().clamp(min=1e-6)
+        mixes = []
+        for span in spans:
+            slope = self.slope + span
+            logit = (start + slope * self.spread * difference) / (1 + slope.square()).sqrt()
+            mixes.append(Mix(partner, torch.sigmoid(logit)))
+        return mixes
 
     def learn(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         labels: Tensor,
         *,
         mixed_loss: Callable[[Mix], Tensor],
-        clean_loss: Callable[[], Tensor],
-        rate: float,
-        metric: list[Tensor] | None = None,
+        measure: Callable[[], Tensor],
         scale: Tensor | float = 1.0,
+        max_grad_norm: float = 0.0,
     ) -> None:
-        """Take one step of Adam on the policy.
+        """Try both sides of the slope, and move it if by now one is known to be better.
 
-        In a process group every rank calls this with its own batches; the policy follows the mean
-        of their gradients and stays the same on all ranks. A non-finite gradient changes nothing.
-        The host never waits for the device.
+        In a process group every rank calls this with its own batches; the slope follows the mean of
+        their differences and stays the same on all ranks. A difference that is not finite does not
+        count. The host does not wait for the device. In the first epoch nothing is tried.
 
         Args:
-            model: the model that is trained, not wrapped for data parallelism.
-            labels: (batch,) integers of the batch to be mixed.
+            model, optimizer: see `after_step`.
+            labels: (batch,) integers of the batch to be mixed, the first of `rows`.
             mixed_loss: computes the loss of that batch under a Mix.
-            clean_loss: computes the loss of a batch that is not mixed.
-            rate: learning rate of the virtual step.
-            metric, scale: see `meta_gradient`.
+            measure: computes by `model` what is to be small on held-out rows, as `mean_doubt` does.
+            scale, max_grad_norm: see `after_step`.
         """
-        partner = torch.randperm(len(labels), device=labels.device)
-        rows = self.rows[: len(labels)]
-        weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
-        if self.policy == "pair" or self.row_losses.is_known:  # else the slope has no gradient
-            of_weight = meta_gradient(
+        if not self.row_losses.is_known:
+            return
+        mixes = self.sample(labels, rows=self.rows[: len(labels)], spans=(self.SPAN, -self.SPAN))
+        more, less = (
+            after_step(
                 model,
-                weight,
-                mixed_loss=lambda weight: mixed_loss(Mix(partner, weight)),
-                clean_loss=clean_loss,
-                rate=rate,
-                metric=metric,
+                optimizer,
+                loss=partial(mixed_loss, mix),
+                measure=measure,
                 scale=scale,
+                max_grad_norm=max_grad_norm,
             )
-            (gradient,) = torch.autograd.grad(weight, self.numbers, of_weight)
-            if dist.is_available() and dist.is_initialized():
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
-            self.numbers.grad, before = gradient, self.numbers.detach().clone()
-            step_unless_skipped(self.adam, (~torch.isfinite(gradient)).any())
-            with torch.no_grad():  # pairs that did not occur keep their numbers
-                self.numbers.copy_(torch.where(gradient == 0, before, self.numbers))
-        with torch.no_grad():
-            if self.policy == "pair":
-                weight = self.lambdas(self.numbers, labels, partner=partner, rows=rows)
-            # of 'loss': the very samples by which the policy was judged
-            self.learned_mix = Mix(partner, weight.detach())
+            for mix in mixes
+        )
+        difference = (more - less).detach().float()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(difference)
+            difference /= dist.get_world_size()
+        self.count(difference)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the policy and the state of its optimizer as tensors and numbers."""
-        return {
-            "numbers": self.numbers.detach(),
-            "adam": self.adam.state_dict(),
-            "excess": self.row_losses.excess,
-        }
+    def count(self, difference: Tensor) -> None:
+        """Count a difference () of the held-out measure, above k minus below it."""
+        counted = torch.stack([torch.ones_like(difference), difference, difference.square()])
+        self.trials += torch.where(torch.isfinite(difference), counted, 0.0)
+        number, total, squares = self.trials.unbind()
+        variance = (squares - total.square() / number).clamp(min=0) / (number - 1)
+        is_known = total.abs() > self.LEAST_ERRORS * (number * variance).sqrt()
+        moves = is_known & (number >= self.LEAST_TRIALS)
+        slope = self.slope - self.STRIDE * moves * total.sign()
+        self.slope.copy_(slope.clamp(-self.LARGEST, self.LARGEST))
+        self.trials *= ~moves
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def goes_on(self) -> bool:
+        """Whether the slope says that labels are wrong, so that mixing is to go on to the end."""
+        return self.slope.item() >= self.GOES_ON
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what was learned."""
+        return {"slope": self.slope, "trials": self.trials, "excess": self.row_losses.excess}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another policy, or of other data.
+            ValueError: it is of other data.
         """
-        of_this = self.state_dict()
-        if any(state[name].shape != of_this[name].shape for name in ("numbers", "excess")):
-            raise ValueError("a policy of another kind, or of other data")
-        with torch.no_grad():
-            self.numbers.copy_(state["numbers"])
-            self.row_losses.excess.copy_(state["excess"])
+        if state["excess"].shape != self.row_losses.excess.shape:
+            raise ValueError("losses of other data")
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
         self.row_losses.is_known = bool(state["excess"].any())
-        own = self.adam.state_dict()["param_groups"]  # whose rate may be another one
-        self.adam.load_state_dict({**state["adam"], "param_groups": own})

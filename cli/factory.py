@@ -60,6 +60,7 @@ from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
+POLICY_SEED = 3  # for the rows that --mixup meta learns from
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
     **dict.fromkeys(["bf16", *WIRE_BITS], torch.bfloat16),  # of what SLAMB does not round further
@@ -94,6 +95,7 @@ class Data:
         metadata: plain values that a checkpoint keeps for inference: class names and what
             preprocessing needs.
         labels: (rows,) class numbers of the training set.
+        held_out: the rows of `policy_rows`, from which a mixing policy learns.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
     """
 
@@ -101,6 +103,7 @@ class Data:
     eval_sets: Mapping[str, BatchedDataset]
     metadata: dict[str, Any]
     labels: Tensor
+    held_out: BatchedDataset | None = None
     model_mixes: bool = False
 
 
@@ -186,8 +189,9 @@ def choose_rows(
         splits: what was read of the data set, 'train' and some of 'val' and 'test'.
         classes: their names.
     Returns:
-        The splits, 'val' among them with --val_fraction, whose training labels are wrong by the
-        share of --label_noise; and what a checkpoint keeps of the data to know it again.
+        The splits, 'val' among them with --val_fraction, and 'held_out' with --mixup meta, whose
+        training labels are wrong by the share of --label_noise; and what a checkpoint keeps of the
+        data to know it again.
     """
     # Rows of the training split are looked at, be it to train or because some are held out.
     is_held_out = bool(args.val_fraction) and "val" not in splits
@@ -241,7 +245,24 @@ def choose_rows(
         if run.world.is_main:
             count = int((noisy != right).sum())
             print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)
+    learned_from = policy_rows(args, torch.as_tensor(chosen["train"].labels))
+    if learned_from is not None and not args.evaluate:
+        chosen["held_out"] = chosen["train"].select_rows(learned_from)
     return chosen, fingerprint
+
+
+def policy_rows(args: Namespace, labels: Tensor) -> Tensor | None:
+    """The rows of the training set that --mixup meta learns from while it mixes the others.
+
+    Args:
+        labels: (rows,) of the training set.
+    Raises:
+        InputError: there are too few.
+    """
+    if args.mixup != "meta":
+        return None
+    with refused_as("--mixup_args held_out"):
+        return held_out_rows(labels, args.mixup_args["held_out"], seed=args.seed + POLICY_SEED)[0]
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:
@@ -391,21 +412,40 @@ def create_loss(
         return Loss(unmixed)
     mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
     settings = dict(args.mixup_args)
-    if args.mixup != "meta":
+    end = settings.pop("end")
+    until = mixed_epochs(args)
+    if until < args.epochs and run.world.is_main:
+        print(f"--mixup_args end={end:g}: samples are mixed in {until} of {args.epochs} epochs")
+    if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(args.alpha, 0, weight=settings.get("weight"))
-        return Loss(mixed(partial(sample_mix, args.mixup, alpha=args.alpha, **settings)))
-    classes, every = len(data.metadata["classes"]), settings.pop("every")
-    with refused_as("--mixup_args"):
-        meta = meta_mixup(
-            classes, alpha=args.alpha, rows=len(data.train), device=run.world.device, **settings
-        )
-    loss_fn = mixed(lambda labels, **size: meta.mix(labels), observe=meta.observe)
-    held_out = HeldOutBatches(
-        data.eval_sets["val"], args.batch_size, seed=args.seed + 2, world=run.world
+        sample_mix = partial(sample_mix, args.mixup, alpha=args.alpha, **settings)
+        return Loss(mixed(sample_mix, until=until))
+    meta = meta_mixup(len(data.train), alpha=args.alpha, device=run.world.device)
+    loss_fn = mixed(
+        lambda labels, **size: meta.mix(labels),
+        observe=meta.observe,
+        until=until,
+        goes_on=meta.goes_on,
     )
     with refused_as("--mixup_args"):
-        return Loss(loss_fn, MetaMixupStep(meta, loss_fn, held_out=held_out, every=every))
+        held_out = HeldOutBatches(
+            data.held_out, args.batch_size, seed=args.seed + 2, world=run.world
+        )
+        step = MetaMixupStep(meta, loss_fn, held_out=held_out, every=settings["every"], until=until)
+    return Loss(loss_fn, step)
+
+
+def mixed_epochs(args: Namespace) -> int:
+    """How many epochs at the start of the run mix samples by --mixup_args end.
+
+    Raises:
+        InputError: it is no share.
+    """
+    end = args.mixup_args["end"]
+    if not 0 <= end <= 1:
+        raise InputError(f"--mixup_args end={end:g} must be between 0 and 1")
+    return int(end * args.epochs + 1e-9)
 
 
 # -------------------------------------------------------------------- batches
@@ -452,6 +492,8 @@ def create_batch_sampler(
             seed=args.seed,
             lengths=data.train.lengths,
             labels=data.labels if args.balanced_sampling else None,
+            held_out=policy_rows(args, data.labels),
+            until=mixed_epochs(args) if args.mixup == "meta" else 0,
             world=world,
             **change,
         )

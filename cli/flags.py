@@ -45,7 +45,7 @@ from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from input_pipeline.own_data import DATASETS
-from mixup import MetaMixup, mixup
+from mixup import mixup
 from optimizers import schedules
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule
@@ -158,7 +158,7 @@ def _add_data(parser: ScriptParser, datasets: Sequence[str]) -> None:
     add("--subset", fraction, 1.0, "share of the training set, the same of each class", metavar="F",
         common=True)
     add("--val_fraction", below_one, None, "share of the training set that is held out to choose "
-        "the best epoch (default 0; 0.05 with --mixup meta)", metavar="F", common=True)
+        "the best epoch (default 0)", metavar="F", common=True)
     add("--label_noise", label_noise, 0.0, "share of the training rows of each class that get a "
         "wrong label; 0.4:cat=dog,deer=horse swaps labels within these pairs only",
         metavar="F")
@@ -208,15 +208,18 @@ def _add_fine_tuning(parser: ScriptParser) -> None:
 
 
 def _add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
-    add = parser.group("mixing of samples")
+    add, all_epochs = parser.group("mixing of samples"), {"end": 1.0}
     add("--mixup", Choice(mixing), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with=[{"mixup": ON}], common=True)
-    add("--mixup_args", setting, {}, "how samples are mixed: weight of "
-        "mixup and intra; per_sample of mixup; policy, every and lr of meta", owner="mixup", parts={
-            "mixup": own(mixup, "weight", "per_sample"), "intra": own(mixup, "weight"),
-            "meta": own(MetaMixup, "policy", "lr") | own(MetaMixupStep, "every")})
+    add("--mixup_args", setting, {}, "how samples are mixed: end, the "
+        "share of the epochs; weight of mixup and the classes' kinds; per_sample of mixup; every "
+        "and held_out, a share of the rows, of meta", owner="mixup", parts={
+            "mixup": own(mixup, "weight", "per_sample") | all_epochs,
+            **dict.fromkeys(["inter_class", "intra_class"], own(mixup, "weight") | all_epochs),
+            **dict.fromkeys(["fmix", "cutmix"], all_epochs),
+            "meta": own(MetaMixupStep, "every") | {"held_out": 0.05, "end": 0.7}})
 
 
 def _add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:

@@ -133,7 +133,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         )
         for name, split in chosen.items()
     }
-    return Data(sets.pop("train"), sets, metadata, chosen["train"].labels)
+    train, held_out = sets.pop("train"), sets.pop("held_out", None)
+    return Data(train, sets, metadata, chosen["train"].labels, held_out)
 
 
 def of_channels(values: Sequence[float], channels: int) -> list[float]:

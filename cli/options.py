@@ -31,7 +31,6 @@ from training import checkpoint, run_folder
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-META_VAL_FRACTION = 0.05  # held out for --mixup meta where the command line does not say
 ENCODER_LR = {"adamw": 2e-5, "ngd": 1e-3}  # default --lr with --arch hf:NAME, else a tenth
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
@@ -158,7 +157,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
         "momentum": optimizer.momentum,
         "nesterov": optimizer.nesterov and chosen["momentum"] != 0,
         "warmup": warmup,
-        "val_fraction": META_VAL_FRACTION if chosen["mixup"] == "meta" else 0.0,
+        "val_fraction": 0.0,
     }
 
 
@@ -375,8 +374,8 @@ def check_validation_set(args: Namespace, has_val: bool) -> None:
     Raises:
         InputError: there is none.
     """
-    if not has_val and (args.mixup == "meta" or not args.test):
+    if not has_val and not args.test:
         raise InputError(
-            "--mixup meta learns on held-out rows of the training set, and --no-test chooses the "
-            "best epoch by them: give --val_fraction above 0"
+            "--no-test chooses the best epoch by held-out rows of the training set: give "
+            "--val_fraction above 0"
         )

@@ -127,8 +127,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     columns = splits["train"].columns
     metadata |= {"columns": columns.texts, "label_column": columns.label}
     metadata |= {"encoder": encoder, "prior": prior}
-    train = sets.pop("train")
-    return Data(train, sets, metadata, train.labels.cpu(), model_mixes=True)
+    train, held_out = sets.pop("train"), sets.pop("held_out", None)
+    return Data(train, sets, metadata, train.labels.cpu(), held_out, model_mixes=True)
 
 
 def trained_columns(checkpoint: Mapping[str, Any] | None) -> ColumnChoice:

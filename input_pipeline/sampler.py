@@ -33,6 +33,7 @@ class Sampler:
         lengths: (rows,) number of tokens of each sample; None where all are equally long.
         labels: (rows,) class numbers, to draw each class equally often (see `balanced_order`); None
             where each row comes once.
+        held_out: (n,) rows that come in no epoch before the one of number `until`; None is none.
     """
 
     rows: int
@@ -40,9 +41,19 @@ class Sampler:
     _: KW_ONLY
     lengths: Tensor | None = None
     labels: Tensor | None = None
+    held_out: Tensor | None = None
+    until: int = 0
 
     def __len__(self) -> int:
         return self.rows
+
+    def rows_of(self, epoch: int) -> int:
+        """The number of rows that come in an epoch."""
+        held_out = self._held_out_in(epoch)
+        return self.rows - (0 if held_out is None else len(held_out))
+
+    def _held_out_in(self, epoch: int) -> Tensor | None:
+        return self.held_out if epoch < self.until else None
 
     def epoch(self, epoch: int, sizes: Sequence[int]) -> list[Tensor]:
         """Draw the batches of one epoch, in which no row occurs twice unless classes are balanced.
@@ -56,6 +67,8 @@ class Sampler:
         """
         generator = epoch_generator(self.seed, epoch)
         order = torch.randperm(self.rows, generator=generator)
+        if (held_out := self._held_out_in(epoch)) is not None:
+            order = order[~torch.isin(order, held_out)]
         if self.labels is not None:
             order = balanced_order(order, self.labels, generator)
         order = order[: sum(sizes)]

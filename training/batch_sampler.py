@@ -62,6 +62,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         lengths: (rows,) number of tokens of each sample, so that batches hold rows of similar
             length; None where all are equally long.
         labels: (rows,) class numbers, to draw each class equally often; None to take each row once.
+        held_out, until: rows that come in no epoch before the one of number `until`.
         world: the ranks; None is those of torch's default process group, or this process alone.
             They exchange a few numbers in `end_epoch`.
 
@@ -82,10 +83,16 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         seed: int = 0,
         lengths: Tensor | None = None,
         labels: Tensor | None = None,
+        held_out: Tensor | None = None,
+        until: int = 0,
         world: World | None = None,
     ) -> None:
         self.world = this_world() if world is None else world
-        self.order = Sampler(rows, seed, lengths=lengths, labels=labels)
+        self.order = Sampler(
+            rows, seed, lengths=lengths, labels=labels, held_out=held_out, until=until
+        )
+        self.decided = 0  # the epoch, counted from 1, that size and shares are for
+        rows = self.rows_in_epoch
         self.base = batch_size
         self.rule, self.lr_power, self.balancer = rule, lr_power, balancer
         if not 0 < batch_size <= rows:
@@ -105,7 +112,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         self.noise_scale: float | None = None
         self.size = batch_size
         self.shares = dynamic_batch.apportion(batch_size, [1.0] * self.world.size)
-        self.decided = 0  # the epoch, counted from 1, that size and shares are for
         self.first_step = 0  # of the next iteration
         self.weights: list[float] = []  # of the steps of the last iteration
 
@@ -134,6 +140,11 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         return self.weights[step]
 
     # ---------------------------------------------------------------- sizes
+
+    @property
+    def rows_in_epoch(self) -> int:
+        """Rows of this epoch."""
+        return self.order.rows_of(max(self.decided - 1, 0))
 
     @property
     def changes(self) -> bool:
@@ -178,7 +189,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
 
     def _sizes(self, size: int) -> list[int]:
         """The sizes of the global batches of an epoch of batches of `size` rows."""
-        return batch_sizes(len(self.order), size, smallest=MIN_RANK_ROWS * self.world.size)
+        return batch_sizes(self.rows_in_epoch, size, smallest=MIN_RANK_ROWS * self.world.size)
 
     def steps(self) -> int:
         """The number of steps in this epoch."""

@@ -1,9 +1,9 @@
 """Meta-mixup in the training step: before some steps the policy learns from a held-out batch.
 
-meta = MetaMixup(classes=10, device=device)
+meta = MetaMixup(len(train), device=device)
 loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False, observe=meta.observe)
 held_out = HeldOutBatches(val, 128, seed=2, world=world)
-meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=32)    # for a Trainer
+meta_learner = MetaMixupStep(meta, loss_fn, held_out=held_out, every=16)    # for a Trainer
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributed.world import World
-from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.sampler import Sampler
-from mixup import MetaMixup, Mix
-from training.losses import MixedCrossEntropy
+from mixup import MetaMixup, Mix, mean_doubt
+from training.losses import MixedCrossEntropy, at_least_fp32
 
 if TYPE_CHECKING:
     from training.trainer import Trainer
@@ -33,16 +32,14 @@ class HeldOutBatches:
     Args:
         batch_size: rows of one rank; fewer where the set is too small.
     Raises:
-        InputError: the set is too small for BatchNorm.
+        ValueError: the set is too small for BatchNorm.
     """
 
     def __init__(self, data: BatchedDataset, batch_size: int, *, seed: int, world: World) -> None:
         self.data, self.world = data, world
         self.rows = min(batch_size, len(data) // world.size)
         if self.rows < 2:
-            raise InputError(
-                f"--mixup meta: {len(data)} held-out rows are too few; use a larger --val_fraction"
-            )
+            raise ValueError(f"{len(data)} held-out rows are too few; give a larger held_out")
         self.sampler = Sampler(len(data), seed, lengths=data.lengths)
 
     def start(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,7 +60,8 @@ class MetaMixupStep:
 
     Args:
         loss_fn: of the training step; its mixes come from `meta`.
-        every: steps from one update of the policy to the next.
+        every: steps from one trial of the policy to the next.
+        until: number of the first epoch, counted from 0, in which it learns no more; None is none.
     """
 
     def __init__(
@@ -72,11 +70,13 @@ class MetaMixupStep:
         loss_fn: MixedCrossEntropy,
         *,
         held_out: HeldOutBatches,
-        every: int = 32,
+        every: int = 16,
+        until: int | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1")
-        self.meta, self.loss_fn, self.held_out, self.every = meta, loss_fn, held_out, every
+        self.meta, self.loss_fn, self.held_out = meta, loss_fn, held_out
+        self.every, self.until = every, until
         self.steps = 0
         self.batches: Iterator[tuple[Tensor, Tensor]] | None = None
 
@@ -85,50 +85,51 @@ class MetaMixupStep:
 
         It is called again where memory ran out, and drops what was counted of the rows by then.
         """
-        self.meta.rows = rows.to(self.meta.numbers.device, non_blocking=True)
+        self.meta.rows = rows.to(self.meta.slope.device, non_blocking=True)
         if again:
             self.meta.row_losses.sums[:, self.meta.rows] = 0
 
     def before_step(self, trainer: Trainer, inputs: Tensor, labels: Tensor) -> None:
         """Called before each training step; at every `every`-th call the policy learns.
 
-        Parameters, buffers and gradients of the model are left as they are.
-
         Args:
             inputs, labels: the first micro-batch of the step on this rank.
         """
+        number, rest = divmod(self.steps, self.every)
         self.steps += 1
-        if (self.steps - 1) % self.every:
+        is_over = self.until is not None and trainer.progress.epoch >= self.until
+        if rest or is_over or not self.meta.row_losses.is_known:
             return
         if self.batches is None:
-            self.batches = self.held_out.start((self.steps - 1) // self.every)
-        clean_inputs, clean_labels = next(self.batches)
+            self.batches = self.held_out.start(number)
+        held_inputs, held_labels = next(self.batches)
         model = trainer.model
 
         def mixed_loss(mix: Mix) -> Tensor:
             with trainer.precision.autocast():
                 return self.loss_fn.with_mix(mix, model, inputs=inputs, labels=labels).loss
 
-        def clean_loss() -> Tensor:
+        def measure() -> Tensor:
             with trainer.precision.autocast():
-                return self.loss_fn.unmixed(model, clean_inputs, clean_labels).loss
+                logits = at_least_fp32(model(held_inputs))
+            return mean_doubt(logits, held_labels)
 
         # Asking the scaler for its number would make the host wait.
         scale = trainer.scaler.scale(torch.ones((), device=labels.device))
         self.meta.learn(
             model,
+            trainer.optimizer,
             labels,
             mixed_loss=mixed_loss,
-            clean_loss=clean_loss,
-            rate=trainer.last_lr(),
-            metric=adam_metric(model, trainer.optimizer),  # of the virtual step, if Adam's
+            measure=measure,
             scale=scale,
+            max_grad_norm=trainer.config.max_grad_norm,
         )
 
     def end_epoch(self) -> dict[str, float]:
         """Ends an epoch of the policy; collective. Returns what it adds to the epoch's row."""
         self.meta.row_losses.end_epoch()
-        return {"mix_slope": self.meta.numbers.item()} if self.meta.policy == "loss" else {}
+        return {"mix_slope": self.meta.slope.item()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, **self.meta.state_dict()}
@@ -144,22 +145,3 @@ class MetaMixupStep:
     def load_rank_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `rank_state_dict` returned."""
         self.meta.row_losses.sums.copy_(state["sums"])
-
-
-def adam_metric(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-    """1 / (sqrt(v) + eps) of each parameter that is trained; None unless the optimizer is AdamW.
-
-    v is Adam's second moment, its bias corrected: none before the first step, 0 without gradients.
-    """
-    if not isinstance(optimizer, torch.optim.AdamW) or not any(optimizer.state.values()):
-        return None
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    metric = []
-    for p in (p for p in model.parameters() if p.requires_grad):
-        state, group = optimizer.state.get(p), groups[p]
-        if not state:
-            metric.append(torch.zeros_like(p))
-            continue
-        corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"])
-        metric.append(1 / (corrected.sqrt() + group["eps"]))
-    return metric

@@ -36,12 +36,17 @@ from distributed.world import StopVote, World
 from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
-from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
+from optimizers.base import (
+    CommunicatingOptimizer,
+    clip_gradients,
+    global_norm,
+    step_unless_skipped,
+)
 from optimizers.schedules import Schedule
 from training import checkpoint, evaluation, probe, recovery, train_state
 from training.batch_sampler import DynamicBatchSampler
 from training.epoch_report import epoch_columns, epoch_row
-from training.losses import LossFn
+from training.losses import LossFn, MixedCrossEntropy
 from training.meta_mixup_step import MetaMixupStep
 from training.micro_batches import MicroBatches
 from training.progress import EarlyStop, Progress
@@ -220,8 +225,12 @@ class Trainer:
         if self.communicating is not None:
             self.communicating.start_epoch(progress.epoch)
         self.batches.start_epoch(progress.epoch)
+        if isinstance(self.loss_fn, MixedCrossEntropy):
+            begins_or_ends = self.loss_fn.start_epoch(progress.epoch)
+            if begins_or_ends and self.graph is not None:
+                self.graph.invalidate()
         plan = self.batches.plan(progress.epoch, progress.step_in_epoch)
-        total = len(self.train_set)
+        total = self.batches.rows_in_epoch
         done = total - sum(planned.samples for planned in plan)
         title = f"epoch {progress.epoch + 1}/{self.config.epochs}"
         bar = progress_bar(title, total, is_main=self.world.is_main, done=done)
@@ -386,8 +395,7 @@ class Trainer:
         if self.config.max_grad_norm:
             if self.communicating is not None:  # the root of the mean square over the ranks
                 norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
-            factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor)
+            clip_gradients(gradients, norm, self.config.max_grad_norm)
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
