@@ -13,36 +13,32 @@ Hidden representations are mixed in the same way: `blend` takes any (batch, ...)
 functions are pure, never wait for the device, and take their randomness from `generator` (None is
 torch's default one).
 
-Meta-mixup. `MetaMixup` learns while the model is trained which of two samples gets the larger
-share, by what steps of the model's own optimizer do to held-out rows.
+Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong. Where they are, samples
+whose label the network doubts give way to their partners.
 
     meta = MetaMixup(len(training_set))
     meta.rows = rows                             # of the batch, before each step
-    meta.learn(model, optimizer, labels, mixed_loss=mixed_loss, measure=measure)  # each 16th
-    mix = meta.mix(labels)                       # on every step; then as with any other mix
+    mix = meta.mix(labels)                       # then as with any other mix
     meta.observe(logits, labels, mix)            # what the model said of the mixed batch
-    meta.row_losses.end_epoch()
 
-    def mixed_loss(mix): return cross_entropy(model(blend(images, mix)), labels, mix=mix)
-    def measure(): return mean_doubt(model(held_out_images), held_out_labels)
+    meta.row_losses.end_epoch()                  # after each epoch
+    confidence, predicted = model(held_out_images).softmax(1).max(1)
+    meta.learn(predicted, confidence, held_out_labels)
 """
 
-import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-
-from optimizers.base import clip_gradients, global_norm, step_unless_skipped
 
 TEXT_KINDS = ("none", "mixup", "inter_class", "intra_class", "meta")
 KINDS = (*TEXT_KINDS, "fmix", "cutmix")  # the last ones need height and width
+FORMER_KINDS = {"intra": "inter_class", "attention": "fmix"}
 
 FMIX_DECAY = 3.0  # power of the frequency by which the amplitudes of FMix's noise fall
 LEAST_SHARE = 1e-4  # of a mix, beyond which its logarithm says nothing
@@ -409,13 +405,12 @@ class RowLosses:
     over its places, weighted by w, in [-10, 10]: large where the network doubts the label.
 
     Attributes:
-        excess: (rows,) of the epoch before; 0 before the second epoch, when `is_known` is False.
+        excess: (rows,) of the epoch before; 0 before the second epoch.
         sums: (2, rows) of this epoch, on this rank: w times the excess, and w.
     """
 
     def __init__(self, rows: int, device: torch.device | None) -> None:
         self.excess = torch.zeros(rows, dtype=torch.float32, device=device)
-        self.is_known = False
         self.sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor, logits: Tensor, *, labels: Tensor, mix: Mix) -> None:
@@ -445,96 +440,55 @@ class RowLosses:
             dist.all_reduce(self.sums)
         mean = self.sums[0] / self.sums[1]
         self.excess = torch.where(self.sums[1] > 0, mean, self.excess)
-        self.is_known = True
         self.sums.zero_()
 
 
-def mean_doubt(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean of 1 - p(label), which wrong labels among those of `labels` shift by a constant.
+def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple[float, int]:
+    """Estimate the share of wrong labels by a network that was not trained on these rows.
 
-    The sum of it over all labels is the same for any prediction, so that labels which are wrong at
-    random do not change which prediction is the better one (arXiv:1712.09482), as they do of the
-    cross-entropy.
+    Where the network is most confident, its errors are those of the labels, as in confident
+    learning (arXiv:1911.00068). The quarter of the rows with the highest probability counts, of
+    those that are taken for each class, so that a class of right labels does not hide another.
 
     Args:
-        logits: (batch, classes).
-        labels: (batch,) integers.
+        predicted: (rows,) class numbers.
+        confidence: (rows,) probabilities of these classes.
+        labels: (rows,) integers.
 
     Returns:
-        A scalar between 0 and 1.
+        The share, and how many rows counted.
     """
-    return 1 - logits.softmax(1).gather(1, labels[:, None]).mean()
+    order = confidence.argsort(descending=True)
+    order = order[predicted[order].argsort(stable=True)]
+    counts = predicted.bincount()
+    first = counts.cumsum(0) - counts  # of each class in this order
+    place = torch.arange(len(order), device=order.device) - first[predicted[order]]
+    counted = order[4 * place < counts[predicted[order]]]
+    return (predicted[counted] != labels[counted]).double().mean().item(), len(counted)
 
 
-def after_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    loss: Callable[[], Tensor],
-    measure: Callable[[], Tensor],
-    scale: Tensor | float = 1.0,
-    max_grad_norm: float = 0.0,
-) -> Tensor:
-    """Return what `measure` is after a step of the optimizer on a loss, and take the step back.
-
-    Parameters, their gradients, buffers, the optimizer's state and random states are left as they
-    were. Any optimizer will do whose state_dict is its whole state. The step is one of this process
-    alone.
-
-    Args:
-        model: whose parameters the optimizer has; not wrapped for data parallelism.
-        optimizer: after its first step.
-        loss: computes a scalar by `model`.
-        measure: computes a scalar by `model`.
-        scale: factor of the loss before the backward pass, for gradients in fp16.
-        max_grad_norm: gradients are clipped to this norm; 0 is no limit.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = [p.grad for p in parameters]
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    before = [each.detach().clone() for each in tensors]
-    state = copy.deepcopy(optimizer.state_dict())
-    devices = {parameter.device for parameter in parameters if parameter.device.type != "cpu"}
-    try:
-        with torch.random.fork_rng(list(devices)), torch.enable_grad():
-            found = torch.autograd.grad(loss() * scale, parameters, allow_unused=True)
-            for p, new in zip(parameters, found):
-                p.grad = None if new is None else new / scale
-            written = [p.grad for p in parameters if p.grad is not None]
-            norm = global_norm(written)
-            if max_grad_norm:
-                clip_gradients(written, norm, max_grad_norm)
-            step_unless_skipped(optimizer, ~torch.isfinite(norm))
-            torch.clear_autocast_cache()  # the caller's block may hold copies of other weights
-            with torch.no_grad():
-                return measure()
-    finally:
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            torch._foreach_copy_(tensors, before)
-        optimizer.load_state_dict(state)
-        for p, gradient in zip(parameters, gradients):
-            p.grad = gradient
+def least_share(share: float, number: int, errors: float = 2.0) -> float:
+    """What a share in a sample of some number is at least: Wilson's bound, for standard errors."""
+    middle = share + errors**2 / (2 * number)
+    width = errors * math.sqrt(share * (1 - share) / number + (errors / (2 * number)) ** 2)
+    return (middle - width) / (1 + errors**2 / number)
 
 
 class MetaMixup:
-    """Mixup that learns whether a row whose label the network doubts should give way.
+    """Mixup in which rows give way whose label the network doubts, where labels are wrong.
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
-    is learned here is one number, the slope k. Partners are sampled as by `mixup`; for each sample
-    lambda0 ~ Beta(alpha, alpha), and
+    is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
+    Partners are sampled as by `mixup`; for each sample lambda0 ~ Beta(alpha, alpha), and
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
     where D is the excess of the partner in the epoch before (see `RowLosses`) minus that of the
     sample, of unit standard deviation in the batch, and s is the standard deviation of
-    logit lambda0. So lambda keeps its distribution: k decides who gets the larger share, and not
-    how much is mixed. It starts at 0, as mixup. Weighting samples by their losses is that of
-    arXiv:1902.07379 and arXiv:1904.11238.
-
-    `learn` tries a step of the model's optimizer with k + 1, and one with k - 1, on the same batch.
-    When the mean difference of their effects on held-out rows is known to two of its standard
-    errors, k moves by 0.5 towards the better side, and the next measurement begins.
+    logit lambda0. So lambda is distributed about as before: the slope k decides who gets the larger
+    share, and not how much is mixed. It is four times the share of wrong labels, at most 2, where
+    these are known to be `LEAST_WRONG` at least, else 0, which is mixup. Weighting samples by their
+    losses is that of arXiv:1902.07379 and arXiv:1904.11238.
 
     Args:
         rows: of the training set.
@@ -542,16 +496,14 @@ class MetaMixup:
         device: of the labels.
 
     Attributes:
-        slope: () k.
-        trials: (3,) number, sum and sum of squares of the differences since k moved.
+        share: of wrong labels, estimated anew after each epoch and averaged with the estimate so
+            far; None before the first one.
+        wrong: the same; 0 where it may be small.
     """
 
-    SPAN = 1.0  # between k and the slopes that are tried
-    STRIDE = 0.5  # by which k moves
-    LARGEST = 2.0  # of |k|
-    GOES_ON = 1.0  # from which k mixing is to go on to the end of the run
-    LEAST_TRIALS = 4
-    LEAST_ERRORS = 2.0  # standard errors by which the mean difference must differ from 0
+    LEAST_WRONG = 0.15
+    SLOPE = 4.0  # for each wrong label
+    LARGEST_SLOPE = 2.0
 
     def __init__(
         self, rows: int, *, alpha: float = 1.0, device: torch.device | None = None
@@ -560,118 +512,54 @@ class MetaMixup:
         # the standard deviation of the logit of a Beta variable, as far as it is not cut off
         variance = 2 * torch.polygamma(1, torch.tensor(alpha, dtype=torch.float64)).item()
         self.spread = min(math.sqrt(variance), -math.log(LEAST_SHARE))
-        self.slope = torch.zeros((), dtype=torch.float32, device=device)
-        self.trials = torch.zeros(3, dtype=torch.float32, device=device)
+        self.share: float | None = None
+        self.wrong = 0.0
         self.row_losses = RowLosses(rows, device)
         self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
         self.mixed_rows = self.rows  # of the last one
 
+    @property
+    def slope(self) -> float:
+        """k."""
+        return min(self.SLOPE * self.wrong, self.LARGEST_SLOPE)
+
     def mix(self, labels: Tensor) -> Mix:
-        """Sample the Mix of a batch."""
+        """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
-        return self.sample(labels, rows=self.mixed_rows)[0]
+        count, device = len(labels), labels.device
+        partner = torch.randperm(count, device=device)
+        logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
+        if self.slope and len(self.mixed_rows) == count > 1:
+            excess = self.row_losses.excess[self.mixed_rows]
+            difference = excess[partner] - excess
+            difference = difference / difference.std().clamp(min=1e-6)
+            logit = (logit + self.slope * self.spread * difference) / math.hypot(1, self.slope)
+        return Mix(partner, torch.sigmoid(logit))
 
     def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
         """Take note of what the model said of the last mixed batch."""
         if len(self.mixed_rows) == len(labels):
             self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
 
-    def sample(self, labels: Tensor, *, rows: Tensor, spans: Sequence[float] = (0.0,)) -> list[Mix]:
-        """Sample partners and lambda0, and compute the Mix of each of some slopes.
+    def learn(self, predicted: Tensor, confidence: Tensor, labels: Tensor) -> None:
+        """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""
+        share, number = wrong_labels(predicted, confidence, labels)
+        self.share = share if self.share is None else (self.share + share) / 2
+        is_known = least_share(self.share, number) >= self.LEAST_WRONG
+        self.wrong = self.share if is_known else 0.0
 
-        Args:
-            labels: (batch,) integers; only their number and device count.
-            rows: (batch,) rows of the training set; where they are others in number, it is not
-                known which ones these are, and the slope has no effect.
-            spans: what is added to the slope.
-        """
-        count, device = len(labels), labels.device
-        partner = torch.randperm(count, device=device)
-        start = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
-        difference = torch.zeros_like(start)
-        if len(rows) == count > 1:
-            excess = self.row_losses.excess[rows]
-            difference = excess[partner] - excess
-            difference = difference / difference.std().clamp(min=1e-6)
-        mixes = []
-        for span in spans:
-            slope = self.slope + span
-            logit = (start + slope * self.spread * difference) / (1 + slope.square()).sqrt()
-            mixes.append(Mix(partner, torch.sigmoid(logit)))
-        return mixes
-
-    def learn(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        labels: Tensor,
-        *,
-        mixed_loss: Callable[[Mix], Tensor],
-        measure: Callable[[], Tensor],
-        scale: Tensor | float = 1.0,
-        max_grad_norm: float = 0.0,
-    ) -> None:
-        """Try both sides of the slope, and move it if by now one is known to be better.
-
-        In a process group every rank calls this with its own batches; the slope follows the mean of
-        their differences and stays the same on all ranks. A difference that is not finite does not
-        count. The host does not wait for the device. In the first epoch nothing is tried.
-
-        Args:
-            model, optimizer: see `after_step`.
-            labels: (batch,) integers of the batch to be mixed, the first of `rows`.
-            mixed_loss: computes the loss of that batch under a Mix.
-            measure: computes by `model` what is to be small on held-out rows, as `mean_doubt` does.
-            scale, max_grad_norm: see `after_step`.
-        """
-        if not self.row_losses.is_known:
-            return
-        mixes = self.sample(labels, rows=self.rows[: len(labels)], spans=(self.SPAN, -self.SPAN))
-        more, less = (
-            after_step(
-                model,
-                optimizer,
-                loss=partial(mixed_loss, mix),
-                measure=measure,
-                scale=scale,
-                max_grad_norm=max_grad_norm,
-            )
-            for mix in mixes
-        )
-        difference = (more - less).detach().float()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(difference)
-            difference /= dist.get_world_size()
-        self.count(difference)
-
-    def count(self, difference: Tensor) -> None:
-        """Count a difference () of the held-out measure, above k minus below it."""
-        counted = torch.stack([torch.ones_like(difference), difference, difference.square()])
-        self.trials += torch.where(torch.isfinite(difference), counted, 0.0)
-        number, total, squares = self.trials.unbind()
-        variance = (squares - total.square() / number).clamp(min=0) / (number - 1)
-        is_known = total.abs() > self.LEAST_ERRORS * (number * variance).sqrt()
-        moves = is_known & (number >= self.LEAST_TRIALS)
-        slope = self.slope - self.STRIDE * moves * total.sign()
-        self.slope.copy_(slope.clamp(-self.LARGEST, self.LARGEST))
-        self.trials *= ~moves
-
-    def goes_on(self) -> bool:
-        """Whether the slope says that labels are wrong, so that mixing is to go on to the end."""
-        return self.slope.item() >= self.GOES_ON
-
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what was learned."""
-        return {"slope": self.slope, "trials": self.trials, "excess": self.row_losses.excess}
+        return {"share": self.share, "wrong": self.wrong, "excess": self.row_losses.excess}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
             ValueError: it is of other data.
         """
-        if state["excess"].shape != self.row_losses.excess.shape:
+        share, wrong, excess = state["share"], state["wrong"], state["excess"]
+        if excess.shape != self.row_losses.excess.shape:
             raise ValueError("losses of other data")
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
-        self.row_losses.is_known = bool(state["excess"].any())
+        self.share, self.wrong = share, wrong
+        self.row_losses.excess.copy_(excess)

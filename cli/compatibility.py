@@ -20,7 +20,6 @@ NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 NOT_RECORDED_MIXING = {"mixup": ("cutmix", "meta")}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
 MEETING = {"sync": Not(("sync",))}
-META = {"mixup": ("meta",)}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
 COMPRESSED = {"grad_compress": ON}
 NOISE = ({"noise_scale": ON}, {"dynamic_batch": ("noise",)})
@@ -48,7 +47,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     (NOISE, [CORRECTED],
      "it needs each step's own gradients; use --grad_compress none, fp16 or bf16"),
     # ---- weights in shards
-    ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, META, *NOISE, {"ema": ON}],
+    ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "
      "adamw"),
     ([SHARDED], [{"balance_workers": ON}, {"dynamic_batch": ON}, APEX,
@@ -64,7 +63,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"class_weights": ("balanced",)}], [{"balanced_sampling": ON}],
      "each of them gives all classes the same weight; leave one of them out"),
     # ---- precision and layers
-    ([APEX], [META, *NOISE], "it needs torch's own loss scale; use --precision fp16"),
+    ([APEX], NOISE, "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],
      "it computes in fp32; leave --precision out"),
     ([{"backend": ("ort",)}], [{"fuse": ON}, {"checkpoint_activations": ON}],

@@ -51,7 +51,7 @@ from training import checkpoint, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
-from training.meta_mixup_step import HeldOutBatches, MetaMixupStep
+from training.meta_learner import MetaLearner
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
@@ -261,8 +261,11 @@ def policy_rows(args: Namespace, labels: Tensor) -> Tensor | None:
     """
     if args.mixup != "meta":
         return None
+    share = args.mixup_args["held_out"]
+    if not 0 < share < 1:
+        raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
     with refused_as("--mixup_args held_out"):
-        return held_out_rows(labels, args.mixup_args["held_out"], seed=args.seed + POLICY_SEED)[0]
+        return held_out_rows(labels, share, seed=args.seed + POLICY_SEED)[0]
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:
@@ -390,7 +393,7 @@ class Loss(NamedTuple):
     """What a step computes of a batch, and what learns beside the model, if anything does."""
 
     function: LossFn
-    meta_learner: MetaMixupStep | None = None
+    meta_learner: MetaLearner | None = None
 
 
 def create_loss(
@@ -422,18 +425,14 @@ def create_loss(
         sample_mix = partial(sample_mix, args.mixup, alpha=args.alpha, **settings)
         return Loss(mixed(sample_mix, until=until))
     meta = meta_mixup(len(data.train), alpha=args.alpha, device=run.world.device)
+    learner = MetaLearner(meta, data.held_out, until=until)
     loss_fn = mixed(
         lambda labels, **size: meta.mix(labels),
         observe=meta.observe,
         until=until,
-        goes_on=meta.goes_on,
+        goes_on=learner.goes_on,
     )
-    with refused_as("--mixup_args"):
-        held_out = HeldOutBatches(
-            data.held_out, args.batch_size, seed=args.seed + 2, world=run.world
-        )
-        step = MetaMixupStep(meta, loss_fn, held_out=held_out, every=settings["every"], until=until)
-    return Loss(loss_fn, step)
+    return Loss(loss_fn, learner)
 
 
 def mixed_epochs(args: Namespace) -> int:

@@ -73,13 +73,16 @@ class Choice:
     """An argparse type: one of some names.
 
     A part that is not installed here can be chosen as well, and says itself what is missing.
+
+    Args:
+        former: present name by former one, which can be chosen as well.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
+    def __init__(self, names: Iterable[str], former: Mapping[str, str] | None = None) -> None:
+        self.names, self.former = list(names), former or {}
 
     def __call__(self, text: str) -> str:
-        if text not in self.names:
+        if text not in self.names and text not in self.former:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )

@@ -45,13 +45,12 @@ from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from input_pipeline.own_data import DATASETS
-from mixup import mixup
+from mixup import FORMER_KINDS, mixup
 from optimizers import schedules
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule
 from training import export, predictions
 from training.evaluation import METRIC_NAMES
-from training.meta_mixup_step import MetaMixupStep
 from training.tracking import TRACKERS
 
 WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
@@ -209,17 +208,17 @@ def _add_fine_tuning(parser: ScriptParser) -> None:
 
 def _add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     add, all_epochs = parser.group("mixing of samples"), {"end": 1.0}
-    add("--mixup", Choice(mixing), "none", "how pairs of samples and of their "
+    add("--mixup", Choice(mixing, FORMER_KINDS), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with=[{"mixup": ON}], common=True)
-    add("--mixup_args", setting, {}, "how samples are mixed: end, the "
-        "share of the epochs; weight of mixup and the classes' kinds; per_sample of mixup; every "
-        "and held_out, a share of the rows, of meta", owner="mixup", parts={
+    add("--mixup_args", setting, {}, "how samples are mixed: end, a "
+        "share of the epochs; weight of mixup and the classes' kinds; per_sample of mixup; "
+        "held_out, a share of the rows, of meta", owner="mixup", parts={
             "mixup": own(mixup, "weight", "per_sample") | all_epochs,
             **dict.fromkeys(["inter_class", "intra_class"], own(mixup, "weight") | all_epochs),
             **dict.fromkeys(["fmix", "cutmix"], all_epochs),
-            "meta": own(MetaMixupStep, "every") | {"held_out": 0.05, "end": 0.7}})
+            "meta": {"held_out": 0.05, "end": 0.7}})
 
 
 def _add_optimizer(parser: ScriptParser, optimizers: Mapping[str, OptimizerChoice]) -> None:

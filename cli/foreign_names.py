@@ -69,7 +69,6 @@ FORMER = {  # our setting: the flag that it was
     "--batch_args=replace_decay=true": "--replace_decay",
     "--batch_args=min=": "--min_bs",
     "--batch_args=max=": "--max_bs",
-    "--mixup_args=every=": "--meta_every",
     "--augment_args=pad=": "--crop_pad",
     "--augment_args=fill=": "--crop_fill",
     "--augment_args=alternate=true": "--alternate_flip",

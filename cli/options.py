@@ -18,7 +18,7 @@ from typing import Any
 
 from backends import device, torch_compat
 from cli import compatibility
-from cli.flag_parser import Flag, Scope, ScriptParser, setting, switch
+from cli.flag_parser import Choice, Flag, Scope, ScriptParser, setting, switch
 from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
@@ -74,10 +74,14 @@ def parse(
         if getattr(args, name) is None:
             setattr(args, name, value)
     for flag in parser.flags.values():
-        value, names = getattr(args, flag.dest), getattr(flag.type, "names", None)  # of a Choice
-        if names and isinstance(value, str) and value not in names:
-            there_is = ", ".join(names)
-            raise InputError(f"{flag.name} {value}: the checkpoint has it; now there is {there_is}")
+        value, choice = getattr(args, flag.dest), flag.type
+        if isinstance(choice, Choice) and isinstance(value, str) and value not in choice.names:
+            if (now := choice.former.get(value)) is None:
+                there_is = ", ".join(choice.names)
+                problem = f"{flag.name} {value}: the checkpoint has it"
+                raise InputError(f"{problem}; now there is {there_is}")
+            setattr(args, flag.dest, now)
+            print_once(f"{flag.name} {value} is {now} now")
     parser.complete(args)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
@@ -112,6 +116,10 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, 
     if not os.environ.get("DATA_DIR") or flags["dataset"] in own_data.DATASETS:
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
+    for flag in parser.settings():  # without those that there are no more
+        known = {name for part in flag.parts.values() for name in part}
+        given = restored.get(flag.dest, {})
+        restored[flag.dest] = {name: value for name, value in given.items() if name in known}
     usual = computed_defaults(flags, parser)
     return restored | {
         name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]

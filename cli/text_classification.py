@@ -117,7 +117,9 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     prior = None
     if args.prior == "naive_bayes" and not encoder:
         size = tokenizer.get_vocab_size()
-        prior = naive_bayes_scores(sets["train"], size, classes=len(classes))
+        prior = naive_bayes_scores(
+            sets["train"], size, classes=len(classes), without=sets.get("held_out")
+        )
         if prior is None and run.checkpoint:
             prior = run.checkpoint.get("prior")
         elif prior is None and run.world.is_main:

@@ -128,8 +128,7 @@ def table_of_facts(
 def results_of(run: ReportedRun) -> dict[str, str]:
     """Return what a run has reached and cost; '' is not known."""
     row, flags, best = run.rows[-1], run.flags, run.best_row()
-    is_meta = flags.get("mixup") == "meta"
-    chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows), meta_learned=is_meta)
+    chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows))
     seconds = training_seconds(row) if "seconds" in row else 0
     peak = max(each.get("peak_memory_bytes", 0) for each in run.rows)  # each of one process
     return {

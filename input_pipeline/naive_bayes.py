@@ -17,7 +17,9 @@ CHUNK_ROWS = 200  # whose tokens are counted at once
 MOST_SCORES = 2 * 10**7  # tokens times classes, which each batch looks up and each checkpoint holds
 
 
-def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> Tensor | None:
+def naive_bayes_scores(
+    data: TextDataset, vocab_size: int, *, classes: int, without: TextDataset | None = None
+) -> Tensor | None:
     """Count the tokens of a training split and score each token for each class.
 
         score(t, c) = (log p(t | c) - mean over c of log p(t | c)) * log((1 + rows) / (1 + df(t)))
@@ -26,11 +28,26 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
     naive Bayes on binary counts with add-one smoothing). df(t) is the number of rows of all classes
     that contain t.
 
+    Args:
+        without: rows of the split that are not to count.
+
     Returns:
         (vocab_size, classes) fp32 on the CPU; special tokens score 0. None beyond `MOST_SCORES`.
     """
     if vocab_size * classes > MOST_SCORES:
         return None
+    counts, rows = _count(data, vocab_size, classes), len(data)
+    if without is not None:
+        counts, rows = counts - _count(without, vocab_size, classes), rows - len(without)
+    log_probabilities = ((counts + 1) / (counts + 1).sum(0)).log()
+    rarity = ((1 + rows) / (1 + counts.sum(1, keepdim=True))).log()
+    scores = (log_probabilities - log_probabilities.mean(1, keepdim=True)) * rarity
+    scores[: len(SPECIAL_TOKENS)] = 0
+    return scores.float()
+
+
+def _count(data: TextDataset, vocab_size: int, classes: int) -> Tensor:
+    """Number of rows of each class that contain a token, (vocab_size, classes) float64."""
     counts, end = torch.zeros(vocab_size, classes, dtype=torch.float64), 0
     all_labels = data.labels.cpu()
     for lengths, labels in zip(data.lengths.split(CHUNK_ROWS), all_labels.split(CHUNK_ROWS)):
@@ -41,8 +58,4 @@ def naive_bayes_scores(data: TextDataset, vocab_size: int, *, classes: int) -> T
         token, label = pairs % vocab_size, labels[pairs // vocab_size]
         ones = torch.ones(len(pairs), dtype=torch.float64)
         counts.index_put_((token, label), ones, accumulate=True)
-    log_probabilities = ((counts + 1) / (counts + 1).sum(0)).log()
-    rarity = ((1 + len(data)) / (1 + counts.sum(1, keepdim=True))).log()
-    scores = (log_probabilities - log_probabilities.mean(1, keepdim=True)) * rarity
-    scores[: len(SPECIAL_TOKENS)] = 0
-    return scores.float()
+    return counts

@@ -284,11 +284,6 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
-def clip_gradients(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients so that their norm (), which is given, is at most `max_norm`."""
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-
 def subtract_updates(
     parameters: list[Tensor], updates: list[Tensor], *, lr: float | Tensor
 ) -> None:

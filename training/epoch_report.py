@@ -108,13 +108,12 @@ def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
     return shares
 
 
-def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learned: bool) -> str:
+def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
     """How the best of some epochs was chosen, and what that means for its result.
 
     Args:
         rows: of metrics.jsonl.
         chosen_by: column of metrics.jsonl that chose the best epoch.
-        meta_learned: a mixing policy has learned from the rows of 'val'.
     """
     if len(rows) == 1:
         return "the only epoch"
@@ -124,8 +123,7 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str, meta_learne
     by = "" if metric == "accuracy" else f"by {METRIC_NAMES[metric]} "
     if eval_set == "test":
         return f"chosen {by}on the test set, so it is optimistic"
-    learned = ", from which the mixing policy learned as well" if meta_learned else ""
-    return f"chosen {by}on validation rows{learned}"
+    return f"chosen {by}on validation rows"
 
 
 def report_result(trainer: Trainer) -> None:
@@ -145,8 +143,7 @@ def report_result(trainer: Trainer) -> None:
     if over_views := show_views(last):
         print(f"last.pt: {over_views}")
     if best_epoch:
-        is_meta = trainer.meta_learner is not None
-        chosen = how_chosen(rows, chosen_by=progress.best["chosen_by"], meta_learned=is_meta)
+        chosen = how_chosen(rows, chosen_by=progress.best["chosen_by"])
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")

@@ -6,7 +6,7 @@ print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,7 @@ def evaluate(
     batch_size: int,
     count_classes: int = 0,
     title: str = "",
+    on_logits: Callable[[Tensor, Tensor], None] = lambda logits, labels: None,
 ) -> Evaluation:
     """Evaluate a model on a set, of which each rank takes a share; one read of the device.
 
@@ -66,6 +67,7 @@ def evaluate(
     Args:
         count_classes: number of classes that are counted; 0 counts none.
         title: with one, rank 0 shows a progress bar over its share.
+        on_logits: is called with logits (rows, classes) and labels of each of this rank's batches.
     Raises:
         InputError: a GPU has no memory for one sample, or for a batch of a sharded model, or a
             file is broken; on every rank, unless the model is sharded.
@@ -101,6 +103,7 @@ def evaluate(
                     rows = -(-rows // 2)
             if number >= mine:
                 continue
+            on_logits(logits, labels)
             predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=torch.float64)
             right = (predicted == labels).double()
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")

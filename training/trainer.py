@@ -36,18 +36,13 @@ from distributed.world import StopVote, World
 from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
-from optimizers.base import (
-    CommunicatingOptimizer,
-    clip_gradients,
-    global_norm,
-    step_unless_skipped,
-)
+from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
 from optimizers.schedules import Schedule
 from training import checkpoint, evaluation, probe, recovery, train_state
 from training.batch_sampler import DynamicBatchSampler
 from training.epoch_report import epoch_columns, epoch_row
 from training.losses import LossFn, MixedCrossEntropy
-from training.meta_mixup_step import MetaMixupStep
+from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
 from training.progress import EarlyStop, Progress
 from training.progress_bar import progress_bar
@@ -101,7 +96,7 @@ class Trainer:
     # Plain values at the top of every checkpoint: script, flags, what inference needs.
     metadata: dict[str, Any]
     comm_hook: AllReduceHook  # what data parallelism sends
-    meta_learner: MetaMixupStep | None = None  # learns beside the model
+    meta_learner: MetaLearner | None = None  # learns beside the model
     early_stop: EarlyStop = EarlyStop()  # what chooses the best epoch, and may end the run
 
     def __post_init__(self) -> None:
@@ -297,8 +292,7 @@ class Trainer:
         Raises:
             InputError: the batch is too small for BatchNorm, or too large for the memory.
         """
-        meta_learner = self.meta_learner
-        number = None
+        number, is_again = None, False
         if self.is_sharded and samples is not None:
             number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
@@ -307,11 +301,7 @@ class Trainer:
                     self.graph(inputs, labels, weight=weight)
                     return
                 if self.meta_learner is not None and rows is not None:
-                    self.meta_learner.begin_step(rows, again=meta_learner is None)
-                if meta_learner is not None:
-                    learner, meta_learner = meta_learner, None  # once, also if memory runs out
-                    x, y = self.micro_batches.split(inputs, labels)[0]
-                    learner.before_step(self, x, y)
+                    self.meta_learner.begin_step(rows, again=is_again)
                 step_sums = self.forward_backward(
                     self.parallel_model, inputs, labels, weight, num_micro_batches=number
                 )
@@ -323,6 +313,7 @@ class Trainer:
                         f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs"
                     ) from None
                 probe.halve_micro_batch(self, len(labels))
+                is_again = True
         if self.compute_timer is not None:
             self.compute_timer.stop()
         self.optimizer_step(step_sums)
@@ -395,7 +386,8 @@ class Trainer:
         if self.config.max_grad_norm:
             if self.communicating is not None:  # the root of the mean square over the ranks
                 norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
-            clip_gradients(gradients, norm, self.config.max_grad_norm)
+            factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor)
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -449,11 +441,14 @@ class Trainer:
             if not self.is_sharded and not self.may_have_diverged(totals):
                 train_state.save(self)
             raise
-        row = epoch_row(self, totals, evaluated=evaluated)
+        learned: dict[str, float] = {}
+        if self.meta_learner is not None:
+            self.clock.start()  # as a part of the training
+            learned = self.meta_learner.end_epoch(self)
+            self.clock.add_elapsed()
+        row = epoch_row(self, totals, evaluated=evaluated) | learned
         if self.communicating is not None:
             row |= self.communicating.epoch_metrics()
-        if self.meta_learner is not None:
-            row |= self.meta_learner.end_epoch()
         row["skipped_steps"] = math.ceil(totals.skipped)
         if totals.skipped:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""

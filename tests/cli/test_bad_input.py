@@ -31,7 +31,7 @@ BOTH = [
     ("--sync diloco --precision fp16", "each process would skip steps of its own"),
     ("--grad_compress sign --precision fp16", "a loss scale that changes"),
     ("--noise_scale --grad_compress sign", "each step's own gradients"),
-    ("--mixup_args weight=0.8 --mixup meta", "it has policy, lr, every"),
+    ("--mixup_args weight=0.8 --mixup meta", "it has held_out, end"),
     ("--no-test", "--val_fraction"),
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),
     ("--distributed", "torchrun"),

@@ -21,12 +21,12 @@ IMAGES = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0
 TEXTS = """transformer_test.py --dataset headlines --subset 0.4 --bs 16 --lr 4e-4 --epochs 3
     --depth 1 --width 32 --vocab_size 800 --save_every 2 --keep 99 --threads 1 --precision fp32
     --prior none"""
-META = "--meta_learning --meta_policy pair --meta_every 3 --mix_at tokens"
+META = "--meta_learning --mix_at tokens"
 WAYS = {  # name: number of ranks, command
     "noise": (1, f"{IMAGES} --bs 32 --dynamic_batch noise --batch_args min=16 lr=sqrt --ema 0.9"),
     "loss": (1, f"{TEXTS} {META} --dynamic_batch loss --loss_window 2 --batch_args threshold=80"),
     "augment": (2, f"{IMAGES} --bs 16 --workers 2 --augment auto --random_erasing 0.5"),
-    "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --meta_policy loss --meta_every 2"),
+    "meta": (2, f"{IMAGES} --bs 16 --ngd --meta_learning --mixup_args held_out=0.2"),
     "bf16": (2, f"{IMAGES} --bs 16 --grad_compress bf16 --balanced_sampling"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3 --class_weights balanced"),

@@ -127,7 +127,7 @@ def test_what_onnx_runtime_does_not_compute_is_refused():
 @needs_ort
 @each_of(
     ("size", "more"),
-    [(1, "--mixup cutmix"), (1, "--meta_learning --meta_every 3 --ngd"), (2, "--accumulate 2")],
+    [(1, "--mixup cutmix"), (1, "--meta_learning --ngd"), (2, "--accumulate 2")],
 )
 def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
     folder = tmp_path / more.replace(" ", "")
@@ -180,7 +180,7 @@ def test_what_is_not_installed_is_named_with_the_way_to_install_it(script, flags
 
 
 def test_what_does_not_go_with_apex_or_ort_is_refused(refused):
-    for more in ("--meta_learning", "--noise_scale", "--dynamic_batch noise"):
+    for more in ("--noise_scale", "--dynamic_batch noise"):
         refused("images", f"--precision apex_O1 {more}", "loss scale")
     refused("images", "--backend ort --precision bf16", "fp32")
     refused("images", "--backend ort --fuse", "--fuse")

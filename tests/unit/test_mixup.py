@@ -30,16 +30,18 @@ def drawn(kind: str, labels: Tensor) -> mixup.Mix:
     return mixup.sample_mix(kind, labels, alpha=1.0, height=SIZE[0], width=SIZE[1])
 
 
-@each_of("kind", ["mixup", "intra"])
+@each_of("kind", ["mixup", "inter_class", "intra_class"])
 def test_samples_have_the_given_weight(kind):
     mix = mixup.sample_mix(kind, labels_of(), alpha=1.0, weight=0.8, height=1, width=1)
     torch.testing.assert_close(mix.weight, torch.full((64,), 0.8))
     assert len(mix.partner.unique()) > 30
-    alone = mixup.sample_mix("intra", torch.zeros(3), alpha=1.0, weight=0.8, height=1, width=1)
+    alone = mixup.sample_mix(
+        "inter_class", torch.zeros(3), alpha=1.0, weight=0.8, height=1, width=1
+    )
     assert torch.equal(alone.weight, torch.ones(3)), "no partner of another class"
 
 
-@each_of("kind", ["mixup", "intra", "attention", "cutmix"])
+@each_of("kind", [kind for kind in mixup.KINDS if kind not in ("none", "meta")])
 def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind):
     mix = drawn(kind, labels_of())
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
@@ -60,7 +62,7 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind):
     other = mix.partner != torch.arange(64)
     torch.testing.assert_close(own.diagonal()[other], mix.weight[other])
     assert ((mix.weight >= 0) & (mix.weight <= 1)).all()
-    assert mix.weight.std() > 0 or kind in ("mixup", "cutmix")
+    assert mix.weight.std() > 0 or kind in ("mixup", "fmix", "cutmix")
 
 
 def test_lambda_follows_the_beta_distribution():
@@ -76,22 +78,29 @@ def test_lambda_follows_the_beta_distribution():
         mixup.sample_beta(-1, 2)
 
 
-def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_intra_leaves_the_class():
+def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_classes_are_as_named():
     labels = labels_of()
     for per_sample, count in ((False, 1), (True, 64)):
         mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
         assert sorted(mix.partner.tolist()) == list(range(64))
         assert len(mix.weight.unique()) == count
-    mix = mixup.intra(labels, 1.0)
-    assert (labels[mix.partner] != labels).all()
-    assert (mix.weight < 1).all()
+    for kind, is_same in ((mixup.inter_class, False), (mixup.intra_class, True)):
+        mix = kind(labels, 1.0)
+        assert ((labels[mix.partner] == labels) == is_same).all()
+        assert (mix.partner != torch.arange(64)).all()
+        assert (mix.weight < 1).all()
 
 
-def test_attention_maps_are_smooth_and_vary_over_space():
-    mix = drawn("attention", labels_of())
-    assert (mix.weight_map.std((1, 2, 3)) > 1e-3).all()
-    steps = mix.weight_map.diff(dim=3).abs().mean() / mix.weight_map.std()
-    assert steps < 0.3
+def test_fmix_cuts_out_a_shape_of_the_sampled_size_with_a_short_edge():
+    for alpha in (0.3, 1.0, 3.0):
+        mix = mixup.fmix(labels_of(), alpha, height=40, width=33)
+        torch.manual_seed(0)
+        mix = mixup.fmix(labels_of(), alpha, height=40, width=33)
+        torch.manual_seed(0)
+        sampled = mixup.mixup(labels_of(), alpha)
+        torch.testing.assert_close(mix.weight, sampled.weight, atol=1 / 1320, rtol=0)
+        assert set(mix.weight_map.unique().tolist()) <= {0.0, 1.0}
+        assert mix.weight_map.diff(dim=3).abs().mean() < 0.1, "noise of no smoothness has 0.5"
 
 
 def test_the_area_of_the_rectangle_of_cutmix_follows_lambda(monkeypatch):
@@ -214,11 +223,13 @@ def test_the_flags_choose_the_loss(tmp_path):
         return factory.create_loss(args, run, data, **made)[0]
 
     for inside in (False, True):
-        loss_fn = create("--mixup intra --mixup_args weight=0.8 --label_smoothing 0.2", inside)
+        loss_fn = create(
+            "--mixup inter_class --mixup_args weight=0.8 --label_smoothing 0.2", inside
+        )
         assert (loss_fn.model_mixes, loss_fn.unmixed.label_smoothing) == (inside, 0.2)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
         (kind, _), named = sample_mix.call_args
-        assert (kind, named["alpha"], named["weight"]) == ("intra", 0.99, 0.8)
+        assert (kind, named["alpha"], named["weight"]) == ("inter_class", 0.99, 0.8)
         assert (named["height"], named["width"]) == (3, 4)
     assert create("").class_weights is None
     balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights

@@ -1,0 +1,88 @@
+"""Meta-mixup in the training loop: held-out rows say after each epoch how many labels are wrong.
+
+meta = MetaMixup(len(train), device=device)
+loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False, observe=meta.observe)
+meta_learner = MetaLearner(meta, held_out, until=14)                      # for a Trainer
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from input_pipeline.dataset import BatchedDataset
+from mixup import MetaMixup
+from training.evaluation import evaluate
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+
+class MetaLearner:
+    """Lets a mixing policy learn beside the model.
+
+    Args:
+        held_out: rows that are not trained on as long as the policy learns.
+        until: number of the first epoch, counted from 0, in which it learns no more.
+    """
+
+    def __init__(self, meta: MetaMixup, held_out: BatchedDataset, *, until: int) -> None:
+        self.meta, self.held_out, self.until = meta, held_out, until
+
+    def begin_step(self, rows: Tensor, *, again: bool) -> None:
+        """Called before the batches of a step are mixed: their (batch,) rows of the training set.
+
+        It is called again where memory ran out, and drops what was counted of the rows by then.
+        """
+        self.meta.rows = rows.to(self.meta.row_losses.sums.device, non_blocking=True)
+        if again:
+            self.meta.row_losses.sums[:, self.meta.rows] = 0
+
+    def goes_on(self) -> bool:
+        """Whether the epochs in which the policy learns no more are mixed as well."""
+        return self.meta.wrong > 0
+
+    def end_epoch(self, trainer: Trainer) -> dict[str, float]:
+        """End an epoch of the policy; collective. Return what it adds to the epoch's row."""
+        meta, epoch = self.meta, trainer.progress.epoch + 1
+        meta.row_losses.end_epoch()
+        if epoch <= self.until:
+            found = [torch.empty(3, 0, dtype=torch.float64)]
+
+            def note(logits: Tensor, labels: Tensor) -> None:
+                confidence, predicted = logits.softmax(1).max(1)
+                columns = [each.double() for each in (predicted, confidence, labels)]
+                found.append(torch.stack(columns).cpu())
+
+            evaluate(
+                trainer.model,
+                self.held_out,
+                precision=trainer.precision,
+                world=trainer.world,
+                batch_size=trainer.config.eval_batch_size,
+                on_logits=note,
+            )
+            of_ranks = torch.cat(trainer.world.all_gather(torch.cat(found, 1)), 1)
+            predicted, confidence, labels = of_ranks.unbind()
+            meta.learn(predicted.long(), confidence, labels.long())
+            if epoch == self.until < trainer.config.epochs:
+                about = f"since about {100 * meta.wrong:.0f} % of their labels are wrong"
+                then = f"mixing goes on, {about}" if meta.wrong else "mixing ends"
+                trainer.log.info(f"{len(labels)} held-out rows join the training; {then}")
+        return {"wrong_labels": meta.wrong}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.meta.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.meta.load_state_dict(state)
+
+    def rank_state_dict(self) -> dict[str, Tensor]:
+        """What is this rank's own; those of all ranks may be added up."""
+        return {"sums": self.meta.row_losses.sums.cpu()}
+
+    def load_rank_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `rank_state_dict` returned."""
+        self.meta.row_losses.sums.copy_(state["sums"])
