@@ -479,28 +479,30 @@ class MetaMixup:
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
     is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
-    Partners are sampled as by `mixup`; for each sample lambda0 ~ Beta(alpha, alpha), and
+    Partners are sampled as by `mixup`. Until labels are known to be wrong, lambda is that of
+    Beta(0.2, 0.2) for each sample, or of alpha if that is less. From then on
+    lambda0 ~ Beta(alpha, alpha), and
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
     where D is the excess of the partner in the epoch before (see `RowLosses`) minus that of the
     sample, of unit standard deviation in the batch, and s is the standard deviation of
     logit lambda0. So lambda is distributed about as before: the slope k decides who gets the larger
-    share, and not how much is mixed. It is four times the share of wrong labels, at most 2, where
-    these are known to be `LEAST_WRONG` at least, else 0, which is mixup. Weighting samples by their
-    losses is that of arXiv:1902.07379 and arXiv:1904.11238.
+    share, and not how much is mixed. It is four times the share of wrong labels, at most 2.
+    Weighting samples by their losses is that of arXiv:1902.07379 and arXiv:1904.11238.
 
     Args:
         rows: of the training set.
-        alpha: of the Beta distribution.
+        alpha: of the Beta distribution, where labels are wrong.
         device: of the labels.
 
     Attributes:
         share: of wrong labels, estimated anew after each epoch and averaged with the estimate so
             far; None before the first one.
-        wrong: the same; 0 where it may be small.
+        wrong: the same; 0 where it may be less than `LEAST_WRONG`.
     """
 
+    MILD_ALPHA = 0.2
     LEAST_WRONG = 0.15
     SLOPE = 4.0  # for each wrong label
     LARGEST_SLOPE = 2.0
@@ -528,8 +530,9 @@ class MetaMixup:
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
         count, device = len(labels), labels.device
         partner = torch.randperm(count, device=device)
-        logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
-        if self.slope and len(self.mixed_rows) == count > 1:
+        alpha = self.alpha if self.wrong else min(self.alpha, self.MILD_ALPHA)
+        logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
+        if self.wrong and len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]
             difference = excess[partner] - excess
             difference = difference / difference.std().clamp(min=1e-6)
