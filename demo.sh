@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What this project is for, on small embedded data, in three minutes on two cores:
 #   1. ResNet-20 on digits, trained with SGD and with NGD, in one picture;
-#   2. meta-mixup, which learns from held-out digits how samples are mixed;
+#   2. meta-mixup, which learns from held-out digits whether labels are wrong;
 #   3. the Transformer on headlines.
 # No download but the Python packages (5.8 GB with CUDA; setup_venv.sh says how to do without).
 #   bash demo.sh [FOLDER]        runs and pictures go there (default runs/demo-<time>)
@@ -29,7 +29,7 @@ echo "== The same with the natural gradient: --ngd"
 "$python" resnet50_test.py "${digits[@]}" --ngd --out "$out/ngd"
 echo
 echo "== Meta-mixup learns from held-out rows how samples are mixed: --ngd --meta_learning"
-"$python" resnet50_test.py "${digits[@]}" --ngd --meta_learning --meta_every 4 \
+"$python" resnet50_test.py "${digits[@]}" --ngd --meta_learning \
     --out "$out/meta_mixup"
 echo
 echo "== Transformer on 400 embedded headlines, without the naive Bayes prior, which is right on 96 %"

@@ -439,7 +439,7 @@ class RowLosses:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.sums)
         mean = self.sums[0] / self.sums[1]
-        self.excess = torch.where(self.sums[1] > 0, mean, self.excess)
+        self.excess.copy_(torch.where(self.sums[1] > 0, mean, self.excess))
         self.sums.zero_()
 
 

@@ -78,7 +78,7 @@ def main() -> None:
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
         batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
-        model = factory.prepare_model(args, run, model)  # fused, sharded, compiled
+        model = factory.prepare_model(args, run, model, batches)  # fused, sharded, compiled
         optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
         trainer = factory.create_trainer(
             args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches

@@ -35,10 +35,14 @@ class CudaGraphRunner:
 
     Args:
         body: a function that returns nothing and does not synchronise with the host.
+        fall_back: called with a line where the body cannot be recorded, which then runs without a
+            graph for good; None raises.
     """
 
-    def __init__(self, body: Callable[..., None]) -> None:
-        self.body = body
+    def __init__(
+        self, body: Callable[..., None], fall_back: Callable[[str], None] | None = None
+    ) -> None:
+        self.body, self.fall_back, self.is_off = body, fall_back, False
         self.num_calls: dict[Hashable, int] = {}
         self.recorded: dict[Hashable, tuple[tuple[Tensor, ...], torch.cuda.CUDAGraph]] = {}
 
@@ -52,16 +56,32 @@ class CudaGraphRunner:
         key = (weight, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
         if key not in self.recorded:
             self.num_calls[key] = self.num_calls.get(key, 0) + 1
-            if self.num_calls[key] <= WARM_UP_CALLS or len(self.recorded) == MAX_GRAPHS:
+            if self.num_calls[key] > WARM_UP_CALLS and len(self.recorded) < MAX_GRAPHS:
+                self._record(key, tensors, weight)
+            if key not in self.recorded:
                 with side_stream(tensors[0].device):
                     self.body(*tensors, weight)
                 return
-            inputs = tuple(tensor.clone(memory_format=torch.preserve_format) for tensor in tensors)
-            self.recorded[key] = inputs, record_cuda_graph(self.body, inputs, weight=weight)
         inputs, recorded = self.recorded[key]
         for graph_input, tensor in zip(inputs, tensors):
             graph_input.copy_(tensor)
         recorded.replay()
+
+    def _record(self, key: Hashable, tensors: tuple[Tensor, ...], weight: float) -> None:
+        """Record the body for tensors like these, unless that has failed before."""
+        if self.is_off:
+            return
+        inputs = tuple(tensor.clone(memory_format=torch.preserve_format) for tensor in tensors)
+        try:
+            self.recorded[key] = inputs, record_cuda_graph(self.body, inputs, weight=weight)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.fall_back is None:
+                raise
+            self.is_off = True
+            why = str(error).strip().partition("\n")[0]
+            self.fall_back(f"steps run without a CUDA graph, which could not be recorded ({why})")
 
     def invalidate(self) -> None:
         """Discard all graphs, because memory that they use has been reallocated."""

@@ -15,20 +15,23 @@ from torch import nn
 from backends import onnx_runtime
 from errors import InputError
 
-BACKENDS = ("eager", "compile", "cudagraph", "ort")
+BACKENDS = ("auto", "eager", "compile", "cudagraph", "ort")
 
 
-def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> nn.Module:
+def apply_backend(
+    name: str, model: nn.Module, *, few_shapes: bool = False, may_fail: bool = False
+) -> nn.Module:
     """Prepare a model for a backend, in place.
 
     For 'cudagraph' the model is compiled here; the training step around it is recorded by
     `backends.cuda_graph.CudaGraphRunner`.
 
     Args:
-        name: one of `BACKENDS`.
+        name: one of `BACKENDS` but 'auto'.
         model: on its device; its parameters and the keys of its state_dict stay the same.
         few_shapes: compile the model for each shape of its inputs. Otherwise torch compiles it for
             the first one, and at the second one for all others, with slower kernels.
+        may_fail: a part of the model that cannot be compiled runs eagerly.
     Returns:
         The same model.
     Raises:
@@ -37,6 +40,10 @@ def apply_backend(name: str, model: nn.Module, *, few_shapes: bool = False) -> n
     if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
         raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
     if name in ("compile", "cudagraph"):
+        if may_fail:
+            import torch._dynamo
+
+            torch._dynamo.config.suppress_errors = True
         # In place: the state_dict gets no `_orig_mod.` prefix.
         model.compile(dynamic=False if few_shapes else None)
     if name == "ort":

@@ -146,7 +146,7 @@ smoke_runs() { # every method for a few epochs: embedded digits, and embedded he
     image lars-cudagraph --optimizer lars --lr 1 --backend cudagraph
     image ngd --ngd
     image kaldi-ngd --optimizer kaldi_ngd --ngd_rank 80 --backend compile
-    image meta --ngd --meta_learning --meta_every 4
+    image meta --ngd --meta_learning
     image cutmix --mixup cutmix
     image mixup-fp16 --mixup mixup --precision fp16
     image adamw --optimizer adamw --lr 1e-3

@@ -77,7 +77,7 @@ def open_script(
         args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
     batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
-    model = factory.prepare_model(args, run, model)
+    model = factory.prepare_model(args, run, model, batches)
     if create_optimizer is not None:
         optimizer = create_optimizer(model)
     else:

@@ -17,7 +17,7 @@ APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
-NOT_RECORDED_MIXING = {"mixup": ("cutmix", "meta")}
+NOT_RECORDED_MIXING = {"mixup": ("cutmix",)}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
 MEETING = {"sync": Not(("sync",))}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
@@ -51,7 +51,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "
      "adamw"),
     ([SHARDED], [{"balance_workers": ON}, {"dynamic_batch": ON}, APEX,
-                 {"backend": Not(("eager",))}],
+                 {"backend": Not(("auto", "eager"))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
     ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, NOT_RECORDED_MIXING],
@@ -81,10 +81,17 @@ def check(args: Namespace) -> None:
     Raises:
         InputError: the first conflict of the table.
     """
+    if problem := first_conflict(args):
+        raise InputError(problem)
+
+
+def first_conflict(args: Namespace) -> str:
+    """What `check` says of the flags; '' where they go together."""
     for flags, others, why in CONFLICTS:
         for one in held(flags, args):
             for other in held(others, args):
-                raise InputError(f"{one} is not supported with {other}: {why}")
+                return f"{one} is not supported with {other}: {why}"
+    return ""
 
 
 def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:

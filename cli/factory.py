@@ -59,6 +59,7 @@ from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
+GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 POLICY_SEED = 3  # for the rows that --mixup meta learns from
 OWN_WIRE_DTYPES = {
@@ -308,7 +309,28 @@ def global_batch_size(args: Namespace, world: World) -> int:
 # -------------------------------------------------------------------- model
 
 
-def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
+def choose_backend(args: Namespace, run: Run, batches: DynamicBatchSampler) -> str:
+    """What --backend is in this run, where it is auto.
+
+    A CUDA graph of a compiled model, where the flags allow it and the run is long enough for the
+    minute that compiling takes, else eager.
+    """
+    if args.backend != "auto":
+        return args.backend
+    flags = {**vars(args), "backend": "cudagraph", "precision": run.precision.name}
+    is_recorded = (
+        run.world.device.type == "cuda"
+        and run.world.size == 1
+        and ":" not in args.arch  # networks of other libraries may wait for the device
+        and args.epochs * batches.steps() >= GRAPH_STEPS
+        and not compatibility.first_conflict(Namespace(**flags))
+    )
+    return "cudagraph" if is_recorded else "eager"
+
+
+def prepare_model(
+    args: Namespace, run: Run, model: nn.Module, batches: DynamicBatchSampler
+) -> nn.Module:
     """The model with what the flags do to it, in place: saving memory, sharding, compilation.
 
     Raises:
@@ -331,7 +353,10 @@ def prepare_model(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
         )
     small_epochs = getattr(args, "augment_args", {}).get("small_epochs", 0)
     sizes_of_images = small_epochs > 0 and args.dynamic_batch == "none"
-    return execution.apply_backend(args.backend, model, few_shapes=sizes_of_images)
+    backend = choose_backend(args, run, batches)
+    return execution.apply_backend(
+        backend, model, few_shapes=sizes_of_images, may_fail=args.backend == "auto"
+    )
 
 
 # -------------------------------------------------------------------- optimizer
@@ -533,7 +558,7 @@ def create_trainer(
         f"{len(data.train)} training samples, {num_parameters / 1e6:.2f} M parameters, "
         f"global batch {batches.base} on {world.size} process(es) of "
         f"{device_name(world.device)}, {run.precision.name}, "
-        f"{args.backend}; run folder {folder}"
+        f"{choose_backend(args, run, batches)}; run folder {folder}"
     )
     is_new = run.checkpoint is not None and segments != run.checkpoint["segments"]
     if is_new and (changes := describe_last(segments)):
@@ -587,7 +612,8 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
         keep=args.keep,
         measure_noise_scale=args.noise_scale or args.dynamic_batch == "noise",
         time_compute=args.balance_workers and run.world.size > 1,
-        record_cuda_graph=args.backend == "cudagraph",
+        record_cuda_graph=choose_backend(args, run, batches) == "cudagraph",
+        may_fall_back=args.backend == "auto",
     )
 
 

@@ -286,8 +286,9 @@ def _add_speed(parser: ScriptParser) -> None:
         "precision; auto is bf16 where the device has it, else fp16 on GPUs and fp32 on CPUs",
         common=True)
     add("--deterministic", switch, False, "kernels that give the same bits in every run on a GPU")
-    add("--backend", Choice(execution.BACKENDS), "eager", "how the "
-        "model is executed; compile is torch.compile", common=True)
+    add("--backend", Choice(execution.BACKENDS), "auto", "how the model is executed; compile is "
+        "torch.compile, auto is cudagraph for long runs on one GPU that allow it, else eager",
+        common=True)
     add("--fuse", switch, False, "less memory: convolution, norm and ReLU, or MLPs, are recomputed")
     add("--checkpoint_activations", switch, False, "least memory: residual blocks are recomputed")
     add("--threads", number(int, 0, MAX_THREADS), 0, "CPU threads of a process; 0 shares the cores "

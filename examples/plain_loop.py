@@ -14,7 +14,6 @@ from faster_training import (
 )
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 8
@@ -23,7 +22,7 @@ digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(digits.target)
 train = TensorDataset(images[:1400], labels[:1400], torch.arange(1400))
-clean, clean_labels = images[1400:1500], labels[1400:1500]  # what the mixing is learned on
+held_out, held_out_labels = images[1400:1500], labels[1400:1500]  # for the mixing to learn from
 test, test_labels = images[1500:], labels[1500:]
 
 model = nn.Sequential(
@@ -33,19 +32,10 @@ model = nn.Sequential(
 )  # fmt: skip
 optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.05)
 sampler = DynamicBatchSampler(len(train), 32, rule=Scheduled(32, at_milestones(2.0, [4, 6])))
-meta = MetaMixup(classes=10, rows=len(train))
+meta = MetaMixup(rows=len(train))
 for epoch in range(EPOCHS):
     start, losses = time.perf_counter(), []
     for step, (x, y, meta.rows) in enumerate(DataLoader(train, batch_sampler=sampler)):
-
-        def mixed_loss(mix, x=x, y=y):
-            return mixup.cross_entropy(model(mixup.blend(x, mix)), y, mix=mix)
-
-        if step % 16 == 0:
-            meta.learn(
-                model, y, mixed_loss=mixed_loss, rate=0.05,
-                clean_loss=lambda: F.cross_entropy(model(clean), clean_labels),
-            )  # fmt: skip
         mix = meta.mix(y)
         logits = model(mixup.blend(x, mix))
         meta.observe(logits, y, mix)
@@ -60,6 +50,8 @@ for epoch in range(EPOCHS):
     meta.row_losses.end_epoch()
     model.eval()
     with torch.no_grad():
+        confidence, predicted = model(held_out).softmax(1).max(1)
+        meta.learn(predicted, confidence, held_out_labels)
         accuracy = (model(test).argmax(1) == test_labels).float().mean().item()
     model.train()
     print(f"epoch {epoch + 1}: batch {size}, loss {mean_loss:.3f}, accuracy {accuracy:.1%}")

@@ -30,13 +30,16 @@ class MetaLearner:
 
     def __init__(self, meta: MetaMixup, held_out: BatchedDataset, *, until: int) -> None:
         self.meta, self.held_out, self.until = meta, held_out, until
+        excess = meta.row_losses.excess
+        self.buffer = torch.zeros_like(excess, dtype=torch.long)  # where recorded steps read rows
 
     def begin_step(self, rows: Tensor, *, again: bool) -> None:
         """Called before the batches of a step are mixed: their (batch,) rows of the training set.
 
         It is called again where memory ran out, and drops what was counted of the rows by then.
         """
-        self.meta.rows = rows.to(self.meta.row_losses.sums.device, non_blocking=True)
+        self.meta.rows = self.buffer[: len(rows)]
+        self.meta.rows.copy_(rows, non_blocking=True)
         if again:
             self.meta.row_losses.sums[:, self.meta.rows] = 0
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from errors import InputError, discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
-from training.progress import Progress, time_left
+from training.progress import Progress, duration, time_left
 from training.run_folder import is_locked, lock_run_folder
 from training.step_stats import StepTotals
 from training.tracking import TrackedRun
@@ -57,6 +57,10 @@ COLUMNS = (
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
 
+ANNOUNCE_SECONDS = 30.0  # of a run, after which it says how long the whole of it takes
+LONG_SECONDS = 600.0  # of a run that says it
+LESS = "fewer --epochs, a --subset of the rows, a smaller --arch or a recipe take less"
+
 
 class RunLog:
     """Writes the run folder and the console; does nothing on other ranks than the main one.
@@ -87,6 +91,7 @@ class RunLog:
         self.epochs = 1  # of the run
         self.shown = 0  # rows on the console
         self.last_line = self.clock()  # when it was printed
+        self.announced = self.last_line + ANNOUNCE_SECONDS  # when the run says how long it takes
 
     # ---------------------------------------------------------------- files
 
@@ -210,11 +215,16 @@ class RunLog:
             steps: of the epoch in all.
         """
         loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
+        done = progress.epoch + progress.step_in_epoch / steps
+        whole = progress.seconds / done * self.epochs
+        if self.clock() >= self.announced:
+            self.announced = math.inf
+            if whole >= LONG_SECONDS:
+                self.info(f"the whole run takes about {duration(whole)}; {LESS}")
         if not bar.disable:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
             speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
-            done = progress.epoch + progress.step_in_epoch / steps
             left = time_left(progress.seconds, done=done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "

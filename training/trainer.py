@@ -72,6 +72,7 @@ class TrainerConfig:
     measure_noise_scale: bool = False  # sum what the gradient noise scale is estimated from
     time_compute: bool = False  # measure each rank's seconds without waiting for others
     record_cuda_graph: bool = False  # record the step once for each shape of batch, and replay it
+    may_fall_back: bool = False  # a step that cannot be recorded runs without a graph, with a line
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +133,8 @@ class Trainer:
             self.comm_hook.observers.append(self.compute_timer.gradients_ready)
         self.graph: CudaGraphRunner | None = None
         if config.record_cuda_graph:
-            self.graph = CudaGraphRunner(self._whole_step)
+            say = self.log.info if config.may_fall_back else None
+            self.graph = CudaGraphRunner(self._whole_step, fall_back=say)
             make_capturable(self.optimizer)
         decay = config.average_decay
         self.average = WeightAverage(self.model, decay) if decay else None
@@ -297,11 +299,11 @@ class Trainer:
             number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
             try:
+                if self.meta_learner is not None and rows is not None:
+                    self.meta_learner.begin_step(rows, again=is_again)
                 if self.graph is not None:
                     self.graph(inputs, labels, weight=weight)
                     return
-                if self.meta_learner is not None and rows is not None:
-                    self.meta_learner.begin_step(rows, again=is_again)
                 step_sums = self.forward_backward(
                     self.parallel_model, inputs, labels, weight, num_micro_batches=number
                 )
@@ -445,6 +447,8 @@ class Trainer:
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
             learned = self.meta_learner.end_epoch(self)
+            if self.graph is not None:
+                self.graph.invalidate()  # what was learned is a constant of a recorded step
             self.clock.add_elapsed()
         row = epoch_row(self, totals, evaluated=evaluated) | learned
         if self.communicating is not None:

@@ -81,5 +81,6 @@ class SweepConfig:
     jobs: int
     nproc: int
     out: Path
+    seeds: int = 0  # of the runs in full of a race, or of the best trials of a sweep
     is_strict: bool = False  # a trial that fails, but for divergence, ends all
     keeps_weights: bool = False  # of trials that have ended

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from tuning.target_script import SPEED_FLAGS, TargetScript
 from tuning.trials import TrialFailed, TrialRunner, complete_rows, gpu_slots, trial_folder
 
 STEP = 3.0  # between the first rates of a search
+FINALISTS = 2  # of the trials of a sweep
 TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
 FEWEST_EPOCHS = 3  # of a race that chooses its epochs
 MARGIN = 1.2  # of the planned time, for what slows the machine down
@@ -46,7 +47,6 @@ class RaceConfig(SweepConfig):
     """What a race compares, and how: the flags of `compare_parser`."""
 
     arms: Sequence[Arm]
-    seeds: int
     minutes: float
 
     @property
@@ -65,11 +65,7 @@ class RaceConfig(SweepConfig):
         given = self.script.given
         settings |= {name: given[name] for name in SPEED_FLAGS if name in given}  # of their times
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
-        space: Space = {
-            "arm": {"type": "categorical", "choices": list(arms)},
-            "lr": {"type": "float", "low": 0.0, "high": 1e9},
-            "seed": {"type": "int", "low": 0, "high": self.seeds},
-        }
+        space = arm_space(arms, self.seeds)
         script = RaceScript(self.script.file, [], settings, arms=arms, common=common)
         out = self.out / ("in_full" if in_full else "search")
         own: dict[str, Any] = {"script": script, "space": space, "val_fraction": 0.0, "out": out}
@@ -151,21 +147,81 @@ def run_arms(config: RaceConfig) -> None:
         for seed in range(config.seeds)
         for name, rates in tried.items()
     ]
-    in_full = config.sweep(plan.epochs, in_full=True)
-    done = do_runs(in_full, values)
-    runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
-    lost: dict[str, str] = {}  # why, by the arm's name
-    for trial in done:
-        name, title = trial.params["arm"], "{arm}-seed{seed}".format(**trial.params)
-        if trial.state is TrialState.COMPLETE:
-            runs[name].append(read_run(trial_folder(in_full, trial), title))
-        else:
-            lost[name] = f"{title}: {trial.user_attrs['error']}"
-    arms = [Contender(name, tried[name], runs[name]) for name in tried if name not in lost]
+    arms, lost = run_seeds(config.sweep(plan.epochs, in_full=True), values, tried)
     if len(arms) < 2:
         raise InputError("; ".join(lost.values()))
     limits = [f"{name} is left out ({why})." for name, why in lost.items()]
     conclude(config, plan, arms, limits=limits)
+
+
+def run_seeds(
+    config: SweepConfig,
+    values: Sequence[dict[str, Any]],
+    tried: Mapping[str, Mapping[float, Row]],
+) -> tuple[list[Contender], dict[str, str]]:
+    """Do runs of several arms.
+
+    Args:
+        config: of a `RaceScript`.
+        values: the arm, lr and seed of each run.
+        tried: the last row of each trial by its rate, of each arm.
+
+    Returns:
+        The arms of which all runs are complete; and why the others are not, by their names.
+    """
+    runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
+    lost: dict[str, str] = {}
+    for trial in do_runs(config, values):
+        name, title = trial.params["arm"], "{arm}-seed{seed}".format(**trial.params)
+        if trial.state is TrialState.COMPLETE:
+            runs[name].append(read_run(trial_folder(config, trial), title))
+        else:
+            lost[name] = f"{title}: {trial.user_attrs['error']}"
+    arms = [Contender(name, tried[name], runs[name]) for name in tried if name not in lost]
+    return arms, lost
+
+
+def race_defaults(config: SweepConfig, trials: Sequence[FrozenTrial]) -> list[Contender]:
+    """Let the best trials of a sweep race against the defaults on held-out rows, with new seeds.
+
+    Args:
+        trials: the best first, with their values.
+
+    Returns:
+        The defaults first, unless they fail; then those of the trials, named 'trial N', that do
+        not fail.
+    """
+    shared, usual = config.script, config.script.usual("lr")
+    arms = {"defaults": Arm("defaults", shared, usual)}
+    for trial in trials[:FINALISTS]:
+        words = [*shared.arguments, *shared.to_arguments(trial.params)]
+        own = TargetScript.read(shared.file, words)
+        name = f"trial {trial.number}"
+        arms[name] = Arm(name, own, trial.params.get("lr", usual))
+    settings = {name: [arm.rate, arm.script.settings()] for name, arm in arms.items()}
+    final = replace(
+        config,
+        script=RaceScript(shared.file, [], settings, arms=arms, common=[]),
+        space=arm_space(arms, config.seeds),
+        out=config.out / "final",
+        sampler="random",
+        pruner="none",
+    )
+    values = [
+        {"arm": name, "lr": arm.rate, "seed": seed}
+        for seed in range(1, config.seeds + 1)  # the trials had 0
+        for name, arm in arms.items()
+    ]
+    return run_seeds(final, values, {name: {arm.rate: {}} for name, arm in arms.items()})[0]
+
+
+def arm_space(arms: Collection[str], seeds: int) -> Space:
+    """The search space of runs whose values are all given."""
+    return {
+        "arm": {"type": "categorical", "choices": list(arms)},
+        "lr": {"type": "float", "low": 0.0, "high": 1e9},
+        "seed": {"type": "int", "low": 0, "high": seeds},
+    }
 
 
 def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[FrozenTrial]:

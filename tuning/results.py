@@ -1,6 +1,7 @@
 """The results of a sweep: trials.csv, pictures, a recipe, and the command to train with it.
 
-write_results(study, trials, config)
+write_trials(study, ranking, config)
+write_winner(ranking, arms, config)
 """
 
 import csv
@@ -18,6 +19,8 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from errors import InputError, first_line
+from figures import verdict
+from figures.verdict import Contender
 from training.atomic_file import atomic_write, atomic_write_text
 from tuning.config import SweepConfig
 from tuning.trials import ROOT
@@ -53,13 +56,17 @@ def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[Froz
     return sorted(trials, key=key)
 
 
-def write_results(study: optuna.Study, trials: Sequence[FrozenTrial], config: SweepConfig) -> None:
-    """Write trials.csv, the pictures and the recipe; print the command that trains with it.
+def complete(ranking: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials that are complete, in the same order."""
+    return [trial for trial in ranking if trial.state is TrialState.COMPLETE]
+
+
+def write_trials(study: optuna.Study, ranking: Sequence[FrozenTrial], config: SweepConfig) -> None:
+    """Write trials.csv and the pictures.
 
     Raises:
         InputError: no trial is complete.
     """
-    ranking = rank_trials(study, trials)
     write_csv(config.out / "trials.csv", ranking)
     states = Counter(trial.state for trial in ranking)
     print(
@@ -67,20 +74,39 @@ def write_results(study: optuna.Study, trials: Sequence[FrozenTrial], config: Sw
         f"{states[TrialState.PRUNED]} pruned, {states[TrialState.FAIL]} failed; "
         f"{config.out / 'trials.csv'}"
     )
-    if not states[TrialState.COMPLETE]:
+    if not complete(ranking):
         reasons = [trial.user_attrs["error"] for trial in ranking if "error" in trial.user_attrs]
         reasons.append("none reached the target; give more --epoch, or a lower target")
         raise InputError(f"no trial is complete, so there is no recipe: {reasons[0]}")
-    best = ranking[0]
     draw_pictures(study, config)
-    flags = config.script.flags(best.params)
+
+
+def write_winner(
+    ranking: Sequence[FrozenTrial], arms: Sequence[Contender], config: SweepConfig
+) -> None:
+    """Write the recipe, and print the command that trains with it.
+
+    Args:
+        ranking: the trials, the best first.
+        arms: of the race of the best ones against the defaults, which are first; none where there
+            was none, so that the best trial wins.
+    """
+    best, found = ranking[0], ""
+    params = best.params
+    if arms:
+        name = verdict.winner(arms).name
+        by_name = {f"trial {trial.number}": trial for trial in ranking}
+        params = by_name[name].params if name in by_name else {}
+        found = f"# Recipe of {name}, by {config.seeds} new seeds: {verdict.sentence(arms)}\n"
+        print(found[2:], end="")
+    flags = config.script.flags(params)
     comment = (
-        f"# The best of {len(trials)} trials of {config.script.file} by {config.objective.name}: "
-        f"{best.value:.4f} on held-out training rows.\n"
+        f"{found}# The best of {len(ranking)} trials of {config.script.file} by "
+        f"{config.objective.name}: {best.value:.4f} on held-out training rows.\n"
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
-    write_recipe(config, best.params, comment=comment)
+    write_recipe(config, params, comment=comment)
     print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)

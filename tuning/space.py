@@ -1,6 +1,7 @@
 """The search space of a sweep: a YAML file with the arguments of Optuna's `suggest_*` methods.
 
-    lr: {type: float, low: 0.005, high: 0.5, log: true}
+    lr: {around: 20}                             # the default, a twentieth, and twenty times it
+    weight_decay: {type: float, low: 1e-5, high: 1e-2, log: true}
     bs: {type: int, low: 16, high: 64, step: 16}
     mixup: {type: categorical, choices: [none, mixup]}
 
@@ -9,6 +10,8 @@ suggest(trial, space)                                         # {"lr": 0.03, "bs
 """
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def read_space(path: Path, script: TargetScript) -> Space:
             name = script.own_name(str(spelling))
             if name in space:
                 raise InputError(f"{name} is there twice; leave one out")
-            space[name] = entry = read_entry(entry)
+            space[name] = entry = read_entry(entry, partial(script.usual, name))
             ends = [entry[end] for end in ("low", "high") if end in entry]
             for value in [*ends, *entry.get("choices", [])]:
                 script.flags({name: value})
@@ -61,12 +64,23 @@ def read_space(path: Path, script: TargetScript) -> Space:
     return space
 
 
-def read_entry(entry: Any) -> dict[str, Any]:
+def read_entry(entry: Any, usual: Callable[[], Any]) -> dict[str, Any]:
     """Return what YAML has made of a flag's line, with numbers as numbers: YAML reads 1e-5 as text.
+
+    Args:
+        usual: the flag's default, which `around` multiplies and divides.
 
     Raises:
         InputError: Optuna would refuse it.
     """
+    if isinstance(entry, dict) and entry.keys() == {"around"}:
+        factor, default = entry["around"], usual()
+        if not isinstance(factor, int | float) or factor <= 1:
+            raise InputError(f"around: expected a factor above 1, got {excerpt(factor)}")
+        if isinstance(default, bool) or not isinstance(default, int | float) or default <= 0:
+            raise InputError(f"around: the default, {excerpt(default)}, is not above 0")
+        ends = {"low": default / factor, "high": default * factor}
+        entry = {"type": "float", **ends, "log": True}
     kind = str(entry.get("type")) if isinstance(entry, dict) else ""
     if kind not in DISTRIBUTIONS:
         raise InputError(
@@ -84,6 +98,19 @@ def read_entry(entry: Any) -> dict[str, Any]:
     except (ArithmeticError, TypeError, ValueError, UserWarning) as error:
         raise InputError(first_line(error)) from None
     return entry
+
+
+def usual_values(space: Space, script: TargetScript) -> dict[str, Any] | None:
+    """Return the defaults of the searched flags, for a first trial; None if one is not searched."""
+    values = {name: script.usual(name) for name in space}
+    for name, value in values.items():
+        entry = space[name]
+        is_number = isinstance(value, int | float)
+        if value not in entry.get("choices", [value]) or (
+            "low" in entry and not (is_number and entry["low"] <= value <= entry["high"])
+        ):
+            return None
+    return values
 
 
 def grid(space: Space) -> dict[str, list[Any]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from cli import flags
 from cli.flag_parser import Choice, FlagParser, file_path, number
 from errors import InputError, exit_code
+from figures.verdict import Contender
 from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
 
@@ -44,6 +45,7 @@ def sweep_parser() -> FlagParser:
     add("--objective", str, "accuracy", "accuracy, or time_to:0.9, the seconds to reach it")
     add("--val_fraction", HELD_OUT, 0.1, "held-out training rows", metavar="F")
     count("--sweep_seed", flags.natural, 0, "seed of the sampler")
+    count("--seeds", flags.count, 4, "runs of the defaults and of each of the best two trials")
     count("--jobs", flags.count, 1, "trials at a time, each on a GPU or core")
     count("--nproc", flags.count, 1, "processes of each trial")
     add("--out", file_path, None, "folder of the sweep (default runs/tuning-SCRIPT)", metavar="DIR")
@@ -60,23 +62,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = sweep_parser()
     args, rest = parser.parse_known_args(parser.translate(sys.argv[1:] if argv is None else argv))
     check_optuna()
-    from tuning import results, search, space  # import Optuna
+    from tuning import race, results, search, space  # import Optuna
 
     name = args.script.removesuffix("_test.py")
     arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.names()
     script = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
-    if args.script == SCRIPTS[0] and not args.space and "optimizer" not in script.given:
-        script = TargetScript.read(args.script, [*arguments, "--optimizer", "sgd"])
     path = args.space or Path(__file__).parent / f"{name}.yaml"
     searched, trials = space.read_space(path, script), args.trials or TRIALS
+    if not args.space:  # which has flags of several optimizers
+        searched = {name: entry for name, entry in searched.items() if script.has_effect(name)}
     if args.sampler == "grid":
         whole = math.prod(map(len, space.grid(searched).values()))
         trials = min(args.trials or whole, whole)
     read = {"script": script, "space": searched, "objective": Objective.parse(args.objective)}
     read |= {"trials": trials, "out": args.out or Path("runs", f"tuning-{name}")}
     config = SweepConfig(**vars(args) | read)
-    study = search.run_sweep(config)
-    results.write_results(study, search.finished_trials(study), config)
+    defaults = space.usual_values(searched, script) if args.sampler != "grid" else None
+    study = search.run_sweep(config, first=[defaults] if defaults else [])
+    ranking = results.rank_trials(study, search.finished_trials(study))
+    results.write_trials(study, ranking, config)
+    arms: list[Contender] = []
+    if config.objective.target is None:
+        best = [trial for trial in results.complete(ranking) if trial.params != defaults]
+        arms = race.race_defaults(config, best)
+    results.write_winner(ranking, arms, config)
 
 
 def check_optuna() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,18 @@ class TargetScript:
         """Return all flags of a trial with these searched ones; InputError where one is refused."""
         parser = script_parser(self.file)
         return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
+
+    def has_effect(self, name: str) -> bool:
+        """Whether a flag changes anything in a trial."""
+        flag = script_parser(self.file).find(name)
+        return flag is not None and flag.has_effect(Namespace(**self.flags({})))
+
+    def usual(self, name: str) -> Any:
+        """Return the value of a flag where no trial sets it; None for a setting of a part."""
+        flags, parser = self.flags({}), script_parser(self.file)
+        flag = parser.find(name)
+        value = None if flag is None else flags[flag.dest]
+        return options.computed_defaults(flags, parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""

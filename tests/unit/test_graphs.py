@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 import conftest
 import fake_cuda
 import mixup
+import resnet50_test
 from backends import cuda_graph
 from backends.precision import Precision
+from cli import factory
 from conftest import each_of, needs_gpu
 from distributed.world import World
 from errors import InputError
@@ -19,6 +22,7 @@ from models.image_models import create_model
 from trainers import build_optimizer, flat, make_trainer
 from training import train_state
 from training.losses import CrossEntropy, MixedCrossEntropy
+from training.meta_learner import MetaLearner
 from training.trainer import Trainer
 
 RATES = {"sgd": 0.1, "adamw": 1e-3, "ngd": 0.05, "lamb": 0.01, "lars": 1.0}
@@ -125,6 +129,65 @@ def test_the_number_of_graphs_is_limited(monkeypatch):
     assert StandIn.num_recorded == 2
 
 
+def test_a_step_that_cannot_be_recorded_runs_without_a_graph_where_that_is_allowed(monkeypatch):
+    error = RuntimeError("operation not permitted when stream is capturing\nmore of it")
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", mock.Mock(side_effect=error))
+    lines, calls = [], []
+    runner = cuda_graph.CudaGraphRunner(lambda x, weight: calls.append(len(x)), lines.append)
+    for rows in (1, 2) * 6:
+        runner(torch.zeros(rows))
+    assert calls == [1, 2] * 6
+    (line,) = lines
+    assert "could not be recorded (operation not permitted when stream is capturing)" in line
+    with pytest.raises(RuntimeError, match="not permitted"):
+        run(make("sgd", graph=True))
+
+
+def test_a_recorded_step_of_meta_mixup_reads_its_rows_and_notes_their_losses(monkeypatch):
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", StandIn)
+    sums = []
+    for graph in (False, True):
+        meta = mixup.MetaMixup(32)
+        meta.wrong = 0.4
+        meta.row_losses.excess.copy_(torch.linspace(-1, 1, 32))
+        monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n).flip(0))
+        monkeypatch.setattr(mixup, "sample_beta", lambda a, n, **_: torch.full((n,), 0.3))
+        draw = lambda labels, meta=meta, **size: meta.mix(labels)  # noqa: E731
+        trainer = make(
+            "sgd", loss_fn=MixedCrossEntropy(draw, False, observe=meta.observe), graph=graph
+        )
+        trainer.meta_learner = MetaLearner(meta, None, until=9)
+        for number, (x, y) in enumerate(batches()):
+            trainer.train_step(x, y, rows=(torch.arange(len(y)) + 3 * number) % 32)
+        sums.append(meta.row_losses.sums)
+    torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-5)
+    assert (sums[0][1] > 0).all()
+
+
+@each_of(
+    ("words", "device", "ranks", "expected"),
+    [
+        ("", "cuda", 1, "cudagraph"),
+        ("--ngd --meta_learning", "cuda", 1, "cudagraph"),
+        ("--backend eager", "cuda", 1, "eager"),
+        ("--backend compile --epochs 1", "cpu", 1, "compile"),
+        ("", "cpu", 1, "eager"),
+        ("", "cuda", 2, "eager"),
+        ("--optimizer muon", "cuda", 1, "eager"),
+        ("--mixup cutmix", "cuda", 1, "eager"),
+        ("--checkpoint_activations", "cuda", 1, "eager"),
+        ("--epochs 5", "cuda", 1, "eager"),
+        ("--arch timm:resnet18", "cuda", 1, "eager"),
+    ],
+)
+def test_auto_records_long_runs_on_one_gpu_that_allow_it(words, device, ranks, expected):
+    world = World(size=ranks, device=torch.device(device))
+    run = factory.Run("", world, Precision("bf16", device))
+    batches = SimpleNamespace(steps=lambda: 350)
+    args = conftest.parsed(resnet50_test, words)
+    assert factory.choose_backend(args, run, batches) == expected
+
+
 def test_a_full_memory_ends_recorded_steps_with_one_line():
     def full(model, x, y):
         raise torch.cuda.OutOfMemoryError
@@ -154,7 +217,6 @@ def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monk
         ("--optimizer kaldi_ngd", "--optimizer kaldi_ngd"),
         ("--optimizer muon", "--optimizer muon"),
         ("--mixup cutmix", "cutmix"),
-        ("--meta_learning", "--mixup meta"),
     ):
         refused("images", f"--backend cudagraph {more}", named)
     refused(

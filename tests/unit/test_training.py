@@ -28,7 +28,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from conftest import each_of, run
-from training import checkpoint, recovery
+from training import checkpoint, recovery, run_log
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
 from training.losses import CrossEntropy
@@ -343,6 +343,11 @@ def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
         r"[\d.]+ (s|min|h|days) left"
     )
     often, never = console("30", seconds=1000.0), console("0", seconds=0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_log, "LONG_SECONDS", 0.0)
+        (long,) = [line for line in console("60", seconds=1000.0) if "whole run" in line]
+    assert re.match(r"the whole run takes about [\d.]+ (s|min); fewer --epochs", long)
+    assert not [line for line in often if "whole run" in line]
     progress = [line for line in often if line.startswith("epoch ") and "step" in line]
     assert len(progress) >= 4
     assert all(status.fullmatch(line) for line in progress), progress
