@@ -94,11 +94,13 @@ def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
 
     Args:
         name: of the script.
-        flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none.
+        flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none, and --backend
+            eager.
     """
     script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--optimizer", OPTIMIZERS[name], *flags, "--out", f"{folder}/run"]
+        usual = ["--optimizer", OPTIMIZERS[name], "--backend", "eager"]
+        arguments = [*usual, *flags, "--out", f"{folder}/run"]
         args, _ = options.parse(script.parser(), script.SCRIPT, arguments)
         with init_world(args.device) as world:
             opened = open_script(script, arguments, world)

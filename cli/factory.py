@@ -440,10 +440,11 @@ def create_loss(
         return Loss(unmixed)
     mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
     settings = dict(args.mixup_args)
-    end = settings.pop("end")
+    del settings["end"]
     until = mixed_epochs(args)
     if until < args.epochs and run.world.is_main:
-        print(f"--mixup_args end={end:g}: samples are mixed in {until} of {args.epochs} epochs")
+        kept = "" if data.held_out is None else f", and {len(data.held_out)} rows are held out"
+        print(f"samples are mixed{kept} in the first {until} of {args.epochs} epochs")
     if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(args.alpha, 0, weight=settings.get("weight"))

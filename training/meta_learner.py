@@ -30,6 +30,7 @@ class MetaLearner:
 
     def __init__(self, meta: MetaMixup, held_out: BatchedDataset, *, until: int) -> None:
         self.meta, self.held_out, self.until = meta, held_out, until
+        self.is_over = False  # the held-out rows have been trained on
         excess = meta.row_losses.excess
         self.buffer = torch.zeros_like(excess, dtype=torch.long)  # where recorded steps read rows
 
@@ -51,7 +52,8 @@ class MetaLearner:
         """End an epoch of the policy; collective. Return what it adds to the epoch's row."""
         meta, epoch = self.meta, trainer.progress.epoch + 1
         meta.row_losses.end_epoch()
-        if epoch <= self.until:
+        self.is_over |= epoch > self.until
+        if not self.is_over:
             found = [torch.empty(3, 0, dtype=torch.float64)]
 
             def note(logits: Tensor, labels: Tensor) -> None:
@@ -77,10 +79,11 @@ class MetaLearner:
         return {"wrong_labels": meta.wrong}
 
     def state_dict(self) -> dict[str, Any]:
-        return self.meta.state_dict()
+        return {**self.meta.state_dict(), "is_over": self.is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.meta.load_state_dict(state)
+        self.is_over = state["is_over"]
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         """What is this rank's own; those of all ranks may be added up."""

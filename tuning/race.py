@@ -189,8 +189,10 @@ def race_defaults(config: SweepConfig, trials: Sequence[FrozenTrial]) -> list[Co
 
     Returns:
         The defaults first, unless they fail; then those of the trials, named 'trial N', that do
-        not fail.
+        not fail. None where there is no trial.
     """
+    if not trials:
+        return []
     shared, usual = config.script, config.script.usual("lr")
     arms = {"defaults": Arm("defaults", shared, usual)}
     for trial in trials[:FINALISTS]:

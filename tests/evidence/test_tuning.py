@@ -229,6 +229,8 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
     assert [row["epoch"] for row in ranks.metrics(trial)] == list(range(1, 9))
     assert "test_accuracy" not in ranks.metrics(trial)[0]
     assert console.count("\n    1 ") == 1, "the resumed trial began anew"
+    recipe = (trial.parents[1] / "recipe.yaml").read_text()
+    assert float(row["lr"]) == yaml.safe_load(recipe)["lr"] == 0.08, "the defaults come first"
 
 
 @pytest.mark.process
@@ -237,7 +239,8 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
 ):
     """And the folder holds this sweep alone, which another start finds complete."""
     searched = categorical("lr", 0.05, 1e-6, 1e30)
-    grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--bs", "16"]
+    grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--bs", "16", "--lr", "1e-6"]
+    grid += ["--seeds", "2"]
     monkeypatch.setattr(search, "MEDIAN_TRIALS", 1)
     code, out, error = run_sweep(searched, *grid, "--sweep_seed", "5")
     assert code == 0, error
@@ -248,6 +251,8 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
     assert (failed["lr"], failed["epochs"]) == ("1e+30", "0")
     assert "not finite" in failed["error"]
     assert len(list((tmp_path / "sweep").glob("*.png"))) == 4
+    assert "is ahead of defaults" in out
+    assert yaml.safe_load((tmp_path / "sweep" / "recipe.yaml").read_text())["lr"] == 0.05
     for text, words, message in (
         (categorical("lr", 0.05), [], "the space's lr"),
         (searched, ["--subset", "0.3"], "--subset"),
