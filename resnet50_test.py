@@ -58,14 +58,13 @@ def main() -> None:
         if checkpoint and args.predict:
             return image_classification.predict(args, run)
         if checkpoint and args.export:
-            return image_classification.export_model(args, run)
+            return factory.export_model(args, run)
 
         saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
         data = image_classification.load_data(args, run, saved)
-        model = image_classification.create_model(args, run, data.metadata, images=data.train)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(args, run, model)
-            return factory.evaluate_checkpoint(args, run, data, model)
+            return factory.evaluate_checkpoint(args, run, data)
+        model = image_classification.create_model(args, run, data.metadata, images=data.train)
 
         if saved is not None:
             fine_tuning.begin_with_weights(

@@ -61,14 +61,13 @@ def main() -> None:
         if checkpoint and args.predict:
             return text_classification.predict(args, run)
         if checkpoint and args.export:
-            return text_classification.export_model(args, run)
+            return factory.export_model(args, run)
 
         saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
         data = text_classification.load_data(args, run, saved)
-        model = text_classification.create_model(args, run, data.metadata)
         if checkpoint and args.evaluate:
-            model = factory.load_weights(args, run, model)
-            return factory.evaluate_checkpoint(args, run, data, model)
+            return factory.evaluate_checkpoint(args, run, data)
+        model = text_classification.create_model(args, run, data.metadata)
 
         if saved is not None:
             fine_tuning.begin_with_weights(

@@ -47,11 +47,15 @@ from mixup import MetaMixup
 from models import activation_checkpointing, fusion, pretrained
 from models.averaged_views import VIEWS, AveragedViews
 from models.residual import residual_blocks
-from training import checkpoint, evaluation, predictions, run_log
+from training import classifier, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
+from training.card import read_card
+from training.classifier import Classifier
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
+from training.export import export
 from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
+from training.predictions import Sample
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
@@ -639,23 +643,35 @@ def create_comm_hook(args: Namespace, run: Run) -> comm_hooks.AllReduceHook:
 # -------------------------------------------------------------------- trained models
 
 
-def load_weights(args: Namespace, run: Run, model: nn.Module) -> nn.Module:
-    """The model with the weights of the checkpoint.
+def trained_classifier(
+    args: Namespace, run: Run, metadata: Mapping[str, Any] | None = None
+) -> Classifier:
+    """The model of the checkpoint on its device, with its weights.
 
     One line says which file and epoch they are of. With --predict it goes to stderr, so that stdout
     holds the predictions alone.
+
+    Args:
+        metadata: of other data; None is the checkpoint's own.
     """
     state = run.checkpoint
-    weights = checkpoint.trained_weights(state)
+    card = read_card({**state, **(metadata or {}), "flags": vars(args)})
     flag = "--resume" if args.checkpoint is None else "--checkpoint"
-    checkpoint.load_into(model, weights, "model", flag=flag)
+    found = classifier.trained_classifier(state, card, run.world.device, flag=flag)
     if run.world.is_main:
         line = describe_checkpoint(Path(state["file"]), state["progress"])
         print(line, file=sys.stderr if args.predict else sys.stdout, flush=True)
-    return model
+    return found
 
 
-def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module) -> None:
+def export_model(args: Namespace, run: Run) -> None:
+    """--export: write the model to a file."""
+    found = trained_classifier(args, run)
+    example = found.card.example()
+    export(found.model, example, Path(args.export), **found.card.export_settings())
+
+
+def evaluate_checkpoint(args: Namespace, run: Run, data: Data) -> None:
     """--evaluate: print the accuracy on the test set, overall and of each class.
 
     It is the validation set where the run has no test set, or leaves it alone by --no-test. The
@@ -663,9 +679,9 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
     reported; with --test_views that over these views.
     """
     name, views = "test" if "test" in data.eval_sets else "val", num_views(args)
-    classes = data.metadata["classes"]
+    classes, found = data.metadata["classes"], trained_classifier(args, run, data.metadata)
     result = evaluation.evaluate(
-        AveragedViews(model, views),
+        AveragedViews(found.model, views),
         data.eval_sets[name],
         precision=run.precision,
         world=run.world,
@@ -684,13 +700,22 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data, model: nn.Module)
 
 
 def report_predictions(
-    args: Namespace, run: Run, found: Iterable[predictions.Prediction], *, notes: Sequence[str]
+    args: Namespace,
+    run: Run,
+    inputs: Sequence[Any],
+    samples: Iterable[Sample],
+    *,
+    notes: Sequence[str],
 ) -> None:
     """--predict: print the predictions, or write them to the file of --predict_out (rank 0).
 
     Args:
+        inputs: what the classifier takes of each sample.
         notes: what was left out, for stderr.
     """
+    found = predictions.predict(
+        trained_classifier(args, run), inputs, samples, batch_size=args.batch_size
+    )
     if not run.world.is_main:
         return
     for note in notes:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import Data, Run, choose_rows, load_weights, report_baseline, report_predictions
+from cli.factory import Data, Run, choose_rows, report_baseline, report_predictions
 from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, own, setting
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
@@ -25,8 +25,7 @@ from models import image_models, pretrained
 from models.averaged_views import VIEWS
 from models.pretrained import SavedModel
 from models.vgg import VGG8
-from training import predictions
-from training.export import LARGEST_BATCH, export
+from training.card import ImageCard
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
@@ -185,31 +184,24 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
 
 
 def create_model(
-    args: Namespace, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset | None = None
+    args: Namespace, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset
 ) -> nn.Module:
     """The model of --arch, channels_last, on its device.
 
     Args:
-        metadata: of the data, or of a checkpoint.
-        images: the training set, from whose pixels some networks take first weights; without it
-            they are random, which does where those of a checkpoint are loaded.
+        metadata: of the data.
+        images: the training set, from whose pixels some networks take first weights.
     """
-    model = image_models.create_model(
-        args.arch,
-        classes=len(metadata["classes"]),
-        channels=metadata["channels"],
-        image_size=metadata["size"],
-    )
-    if images is not None:  # those of small_epochs are smaller
-        augmentation = create_augmentation(args, metadata["size"])
-        epochs = range(augmentation.small_epochs)
-        sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
-        for size in sorted(sizes):
-            image_models.checked(model, args.arch, channels=metadata["channels"], image_size=size)
+    model = ImageCard.read({**metadata, "flags": vars(args)}).create_model()
+    augmentation = create_augmentation(args, metadata["size"])
+    epochs = range(augmentation.small_epochs)
+    sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
+    for size in sorted(sizes):  # those of small_epochs are smaller
+        image_models.checked(model, args.arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
-    if images is not None and isinstance(model, VGG8):
+    if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))
         rows = torch.linspace(0, len(images) - 1, most).long().unique()
         model.set_whitening(next(images.batches([rows]))[0])
@@ -218,44 +210,9 @@ def create_model(
 
 def predict(args: Namespace, run: Run) -> None:
     """Classify the image files of --predict, and those below its folders."""
-    checkpoint = run.checkpoint
     suffixes = image_datasets.image_suffixes()
     found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in args.predict]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
-    images = ImageDataset(
-        ImageSplit(
-            torch.zeros(len(files), dtype=torch.long),  # labels, which are not known
-            files=image_datasets.paths_array(files),
-            **{name: checkpoint[name] for name in ("size", "channels", "interpolation")},
-        ),
-        Augmentation(pad=0, flip=False),
-        mean=checkpoint["mean"],
-        std=checkpoint["std"],
-        device=run.world.device,
-        decoder=FileDecoder(args.workers if len(files) > args.batch_size else 0),
-        resident=False,
-    )
-    rows = torch.arange(len(files)).split(min(args.batch_size, predictions.ROWS_AT_ONCE))
-    found = predictions.predict(
-        load_weights(args, run, create_model(args, run, checkpoint)),
-        [Sample(own_data.utf8_name(file)) for file in files],
-        (inputs for inputs, _ in images.batches(rows)),
-    )
-    report_predictions(args, run, found, notes=[note for _, notes in found_in for note in notes])
-
-
-def export_model(args: Namespace, run: Run) -> None:
-    """Write the model to the file of --export."""
-    checkpoint = run.checkpoint
-    metadata = {
-        "arch": args.arch,
-        "input": "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey",
-        **{name: checkpoint[name] for name in ("classes", "channels", *pretrained.PREPROCESSING)},
-    }
-    export(
-        load_weights(args, run, create_model(args, run, checkpoint)),
-        torch.randn(2, checkpoint["channels"], checkpoint["size"], checkpoint["size"]),
-        Path(args.export),
-        dynamic={0: ("batch", LARGEST_BATCH)},
-        metadata=metadata,
-    )
+    samples = [Sample(own_data.utf8_name(file)) for file in files]
+    notes = [note for _, notes in found_in for note in notes]
+    report_predictions(args, run, files, samples, notes=notes)

@@ -1,15 +1,15 @@
 """What only the text script builds from flags: its own flags, data, model, predictions, export."""
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from cli.factory import Data, Run, choose_rows, load_weights, report_baseline, report_predictions
-from cli.fine_tuning import MODEL_FLAGS
+from cli.factory import Data, Run, choose_rows, report_baseline, report_predictions
 from cli.flag_parser import OFF, ON, Choice, ScriptParser, below_one, number, own, setting
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
@@ -18,13 +18,12 @@ from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
-from input_pipeline.text_batches import PAD, TextDataset, encode_texts
+from input_pipeline.text_batches import PAD, TextDataset
 from models import pretrained
-from models.hugging_face import HF, Encoder, refused
+from models.hugging_face import HF, Encoder
 from models.pretrained import SavedModel
 from models.transformer import Transformer
-from training import predictions
-from training.export import LARGEST_BATCH, export
+from training.card import TextCard
 from training.predictions import Sample
 
 
@@ -148,34 +147,18 @@ def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.M
     Raises:
         InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
-    if encoder := metadata["encoder"]:
-        with refused(args.arch):
-            wrapped = Encoder(**encoder, classes=len(metadata["classes"]), mix_at=args.mix_at)
-        wrapped.check(encoding(metadata)(["a " * metadata["max_len"], "a"]))
-        if args.freeze:
-            wrapped.model.base_model.requires_grad_(False)
-            pretrained.hold_frozen(wrapped)
-        return wrapped.to(run.world.device)
+    card = TextCard.read({**metadata, "flags": vars(args)})
+    dropout = {"dropout": args.dropout, "token_dropout": args.token_dropout}
     with refused_as("--model_args"):
-        model = Transformer(
-            tokenization.load_tokenizer(metadata["tokenizer"]).get_vocab_size(),
-            len(metadata["classes"]),
-            max_len=metadata["max_len"],
-            dropout=args.dropout,
-            token_dropout=args.token_dropout,
-            prior=metadata["prior"],
-            mix_at=args.mix_at,
-            **args.model_args,
-        )
-    if args.freeze:
+        model = card.create_model(mix_at=args.mix_at, **dropout)
+    if isinstance(model, Encoder):
+        model.check(card.prepare(["a " * metadata["max_len"], "a"], torch.device("cpu")))
+    if args.freeze and isinstance(model, Encoder):
+        model.model.base_model.requires_grad_(False)
+        pretrained.hold_frozen(model)
+    elif args.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
-
-
-def encoding(metadata: Mapping[str, Any]) -> Callable[[Sequence[str]], Tensor]:
-    """`encode_texts` with what a checkpoint keeps of the data."""
-    tokenizer, pad = tokenization.load_tokenizer(metadata["tokenizer"]), metadata["pad"]
-    return partial(encode_texts, tokenizer=tokenizer, max_len=metadata["max_len"], pad=pad)
 
 
 def predict(args: Namespace, run: Run) -> None:
@@ -192,31 +175,5 @@ def predict(args: Namespace, run: Run) -> None:
         for file, texts_of_file in lines_of_files.items():
             name = own_data.utf8_name(file)
             lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
-    encode, texts = encoding(checkpoint), [line.text or "" for line in lines]
-    rows = min(args.batch_size, predictions.ROWS_AT_ONCE)
-    batches = (
-        encode(texts[start : start + rows]).to(run.world.device)
-        for start in range(0, len(texts), rows)
-    )
-    model = load_weights(args, run, create_model(args, run, checkpoint))
-    report_predictions(args, run, predictions.predict(model, lines, batches), notes=notes)
-
-
-def export_model(args: Namespace, run: Run) -> None:
-    """Write the model to the file of --export."""
-    checkpoint, max_len = run.checkpoint, run.checkpoint["max_len"]
-    texts = ["Stocks rise after the bank's report", "Home team wins"]
-    kept = ("classes", "max_len", "tokenizer", "encoder", "pad")
-    metadata = {
-        "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
-        "texts": "HTML tags, entities and URLs removed, backslashes as spaces, NFC, single spaces",
-        **{name: checkpoint[name] for name in kept},
-        "flags": {name: getattr(args, name) for name in MODEL_FLAGS},
-    }
-    export(
-        load_weights(args, run, create_model(args, run, checkpoint)),
-        encoding(checkpoint)(texts),
-        Path(args.export),
-        dynamic={0: ("batch", LARGEST_BATCH), 1: ("length", max_len)},
-        metadata=metadata,
-    )
+    texts = [line.text or "" for line in lines]
+    report_predictions(args, run, texts, lines, notes=notes)

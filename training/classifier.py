@@ -10,18 +10,16 @@ The probabilities are those of `--predict`. Images need Pillow and numpy, texts 
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, excerpt, first_line
 from training import checkpoint
+from training.card import Card, read_card
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
@@ -38,10 +36,21 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     state, device = checkpoint.load(Path(path), flag="load"), torch.device(device)
     if "warning" in state:
         warnings.warn(state["warning"], stacklevel=2)
-    make = _text_classifier if state["script"] == "transformer_test" else _image_classifier
-    model, prepare = make(state, device)
-    checkpoint.load_into(model, checkpoint.trained_weights(state), "model", flag="load")
-    return Classifier(model.to(device).eval(), state["classes"], prepare)
+    return trained_classifier(state, read_card(state), device, flag="load")
+
+
+def trained_classifier(
+    state: Mapping[str, Any], card: Card, device: torch.device, *, flag: str
+) -> Classifier:
+    """Make the model of a card, with the weights of a checkpoint.
+
+    Raises:
+        InputError: they do not fit; the message begins with `flag`.
+    """
+    model = card.create_model()
+    checkpoint.load_into(model, checkpoint.trained_weights(state), "model", flag=flag)
+    model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Classifier(model.eval(), card)
 
 
 class Classifier:
@@ -49,14 +58,16 @@ class Classifier:
 
     Attributes:
         model: from what `prepare` returns to logits (batch, classes).
+        card: what it is.
         classes: their names, in the order of the outputs.
-        prepare: from a list of samples to the model's inputs, on its device.
     """
 
-    def __init__(
-        self, model: nn.Module, classes: Sequence[str], prepare: Callable[[Sequence[Any]], Tensor]
-    ) -> None:
-        self.model, self.classes, self.prepare = model, list(classes), prepare
+    def __init__(self, model: nn.Module, card: Card) -> None:
+        self.model, self.card, self.classes = model, card, list(card.classes)
+
+    def prepare(self, samples: Sequence[Any]) -> Tensor:
+        """Return the model's inputs for a list of samples, on its device."""
+        return self.card.prepare(samples, next(self.model.parameters()).device)
 
     def predict(self, samples: Sequence[Any], *, batch_size: int = 64) -> list[str]:
         """Return the most likely class of each sample.
@@ -90,77 +101,3 @@ class Classifier:
             logits = self.model(self.prepare(samples[start : start + batch_size]))
             parts.append(logits.float().softmax(1).cpu())
         return torch.cat(parts)
-
-
-def _text_classifier(
-    state: dict[str, Any], device: torch.device
-) -> tuple[nn.Module, Callable[[Sequence[str]], Tensor]]:
-    from input_pipeline import tokenization
-    from models import hugging_face, transformer
-
-    tokenizer, classes = tokenization.load_tokenizer(state["tokenizer"]), len(state["classes"])
-    if state["encoder"]:
-        with hugging_face.refused(state["flags"]["arch"]):
-            model: nn.Module = hugging_face.Encoder(**state["encoder"], classes=classes)
-    else:
-        sizes = {"max_len": state["max_len"], "prior": state["prior"]}
-        sizes |= state["flags"]["model_args"]
-        model = transformer.Transformer(tokenizer.get_vocab_size(), classes, **sizes)
-
-    settings = {"max_len": state["max_len"], "pad": state["pad"], "device": device}
-    return model, partial(_prepare_texts, tokenizer=tokenizer, **settings)
-
-
-def _prepare_texts(
-    texts: Sequence[str], *, tokenizer: Any, max_len: int, pad: int, device: torch.device
-) -> Tensor:
-    from input_pipeline.text_batches import encode_texts
-
-    if strange := [text for text in texts if not isinstance(text, str)]:
-        raise TypeError(f"{excerpt(strange[0])} is not a text")
-    return encode_texts(texts, tokenizer, max_len=max_len, pad=pad).to(device)
-
-
-def _image_classifier(
-    state: dict[str, Any], device: torch.device
-) -> tuple[nn.Module, Callable[[Sequence[Any]], Tensor]]:
-    from models import image_models
-
-    size, channels = state["size"], state["channels"]
-    mean, std = (torch.tensor(state[name], device=device) for name in ("mean", "std"))
-    model = image_models.create_model(
-        state["flags"]["arch"], classes=len(state["classes"]), channels=channels, image_size=size
-    )
-
-    settings = {"size": size, "channels": channels, "interpolation": state["interpolation"]}
-    return model, partial(_prepare_images, mean=mean, std=std, **settings)
-
-
-def _prepare_images(
-    images: Sequence[Any], *, mean: Tensor, std: Tensor, size: int, **settings: Any
-) -> Tensor:
-    from input_pipeline.image_datasets import read_images
-
-    pixels = read_images([_source(image) for image in images], size, **settings)
-    return ((pixels.to(mean.device) / 255 - mean) / std).permute(0, 3, 1, 2)
-
-
-def _source(image: Any) -> Any:
-    """An image as `read_images` takes it."""
-    import numpy as np
-    from PIL import Image
-
-    if isinstance(image, Image.Image):
-        return image
-    try:
-        if isinstance(image, str | os.PathLike):
-            return os.fsencode(image)
-        pixels = np.asarray(image)
-    except Exception as error:  # of many kinds: lists of several lengths, tensors on a GPU
-        raise InputError(f"{excerpt(image)} is no image ({first_line(error)})") from None
-    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2:
-        raise InputError(
-            f"an array of {pixels.dtype} {pixels.shape}: give uint8 of (height, width) or "
-            "(height, width, 3)"
-        )
-    return pixels if pixels.ndim == 3 else pixels[:, :, None]

@@ -1,6 +1,6 @@
 """Predictions of a trained model: printed, or written as JSON lines or as csv.
 
-predictions = predict(model, samples, batches)
+predictions = predict(classifier, paths, samples, batch_size=64)
 write_predictions(Path("out.jsonl"), predictions, classes=["cat", "dog"])
 """
 
@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from errors import writing
 from training.atomic_file import atomic_write
+from training.classifier import Classifier
 
 SUFFIXES = (".jsonl", ".csv")
 MOST_LIKELY = 3  # classes that a printed prediction names
@@ -50,20 +48,23 @@ class Prediction:
         return sorted(range(len(self.probabilities)), key=lambda i: -self.probabilities[i])
 
 
-@torch.inference_mode()
 def predict(
-    model: nn.Module, samples: Iterable[Sample], batches: Iterable[Tensor]
+    classifier: Classifier, inputs: Sequence[Any], samples: Iterable[Sample], *, batch_size: int
 ) -> Iterator[Prediction]:
     """Yield the prediction of each sample.
 
     Args:
-        model: on the device of the batches.
-        batches: inputs of the same samples, (batch, ...) each.
+        inputs: what the classifier takes of each of them.
+        batch_size: samples that are computed together.
     """
-    model.eval()
-    rows = (row for inputs in batches for row in model(inputs).float().softmax(1).tolist())
-    for sample, probabilities in zip(samples, rows, strict=True):
-        yield Prediction(sample, probabilities)
+    rows = min(batch_size, ROWS_AT_ONCE)
+    starts = range(0, len(inputs), rows)
+    parts = (
+        classifier.probabilities(inputs[start : start + rows], batch_size=rows) for start in starts
+    )
+    found = (row for part in parts for row in part)
+    for sample, probabilities in zip(samples, found, strict=True):
+        yield Prediction(sample, probabilities.tolist())
 
 
 def print_predictions(predictions: Iterable[Prediction], classes: Sequence[str]) -> None:

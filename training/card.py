@@ -1,0 +1,218 @@
+"""What a trained model is: its network, classes and preprocessing, as a checkpoint keeps them.
+
+card = read_card(checkpoint.load(path))               # an ImageCard or a TextCard
+model = card.create_model()                           # with random weights
+logits = model(card.prepare(["cat.png"], device))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from errors import InputError, excerpt, first_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageCard:
+    """An image model. Images need Pillow and numpy.
+
+    Attributes:
+        arch: name of the network.
+        classes: names, in the order of the outputs.
+        size: pixels a side of an image.
+        channels: 3 for colour, 1 for grey.
+        interpolation: by which images are scaled.
+        mean, std: of each channel, of pixels from 0 to 1.
+    """
+
+    arch: str
+    classes: Sequence[str]
+    size: int
+    channels: int
+    interpolation: str
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> ImageCard:
+        """Return the card of a checkpoint, or of plain values of the same names."""
+        kept = ("classes", "size", "channels", "interpolation", "mean", "std")
+        return cls(arch=state["flags"]["arch"], **{name: state[name] for name in kept})
+
+    def create_model(self) -> nn.Module:
+        """Return the network with random weights."""
+        from models import image_models
+
+        return image_models.create_model(
+            self.arch,
+            classes=len(self.classes),
+            channels=self.channels,
+            image_size=self.size,
+        )
+
+    def prepare(self, images: Sequence[Any], device: torch.device) -> Tensor:
+        """Return what the network takes, (images, channels, size, size).
+
+        Args:
+            images: paths, PIL images, or uint8 arrays (height, width) or (height, width, 3).
+        Raises:
+            InputError: an image cannot be read, or is another kind of array.
+        """
+        from input_pipeline.image_datasets import read_images
+
+        read = partial(
+            read_images,
+            size=self.size,
+            channels=self.channels,
+            interpolation=self.interpolation,
+        )
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            pixels = torch.cat(list(pool.map(read, [[_source(image)] for image in images])))
+        mean, std = (torch.tensor(each, device=device) for each in (self.mean, self.std))
+        return ((pixels.to(device) / 255 - mean) / std).permute(0, 3, 1, 2)
+
+    def example(self) -> Tensor:
+        """Return two inputs of the network."""
+        return torch.randn(2, self.channels, self.size, self.size)
+
+    def export_settings(self) -> dict[str, Any]:
+        """Return which dimensions of an input may change, and what an exported file says."""
+        from training.export import LARGEST_BATCH
+
+        of_input = "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey"
+        names = ("arch", "classes", "channels", "mean", "std", "size", "interpolation")
+        said = {name: getattr(self, name) for name in names}
+        return {"dynamic": {0: ("batch", LARGEST_BATCH)}, "metadata": {"input": of_input, **said}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCard:
+    """A text model. Texts need tokenizers.
+
+    Attributes:
+        arch: 'transformer', or the name of an encoder.
+        model_args: sizes of the Transformer.
+        classes: names, in the order of the outputs.
+        tokenizer: in the library's own JSON.
+        max_len: tokens of a text at most.
+        pad: token behind shorter texts.
+        encoder: what `models.hugging_face.Encoder` is made of; empty for the Transformer.
+        prior: (tokens, classes) scores of the Transformer, or None.
+    """
+
+    arch: str
+    model_args: Mapping[str, Any]
+    classes: Sequence[str]
+    tokenizer: str
+    max_len: int
+    pad: int
+    encoder: Mapping[str, Any]
+    prior: Tensor | None
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> TextCard:
+        """Return the card of a checkpoint, or of plain values of the same names."""
+        kept = ("classes", "tokenizer", "max_len", "pad", "encoder", "prior")
+        own = {name: state["flags"][name] for name in ("arch", "model_args")}
+        return cls(**own, **{name: state[name] for name in kept})
+
+    @cached_property
+    def loaded_tokenizer(self) -> Any:
+        """The tokenizer."""
+        from input_pipeline.tokenization import load_tokenizer
+
+        return load_tokenizer(self.tokenizer)
+
+    def create_model(self, *, mix_at: str = "pooled", **dropout: Any) -> nn.Module:
+        """Return the network with random weights.
+
+        Args:
+            mix_at: where mixup mixes.
+            dropout: dropout and token_dropout of the Transformer.
+        """
+        from models import hugging_face
+        from models.transformer import Transformer
+
+        classes = len(self.classes)
+        if self.encoder:
+            with hugging_face.refused(self.arch):
+                return hugging_face.Encoder(**self.encoder, classes=classes, mix_at=mix_at)
+        return Transformer(
+            self.loaded_tokenizer.get_vocab_size(),
+            classes,
+            max_len=self.max_len,
+            prior=self.prior,
+            mix_at=mix_at,
+            **dropout,
+            **self.model_args,
+        )
+
+    def prepare(self, texts: Sequence[str], device: torch.device) -> Tensor:
+        """Return what the network takes, (texts, length).
+
+        Raises:
+            TypeError: one of them is no text.
+        """
+        from input_pipeline.text_batches import encode_texts
+
+        if strange := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"{excerpt(strange[0])} is not a text")
+        settings = {"max_len": self.max_len, "pad": self.pad}
+        return encode_texts(texts, self.loaded_tokenizer, **settings).to(device)
+
+    def example(self) -> Tensor:
+        """Return two inputs of the network."""
+        texts = ["Stocks rise after the bank's report", "Home team wins"]
+        return self.prepare(texts, torch.device("cpu"))
+
+    def export_settings(self) -> dict[str, Any]:
+        """Return which dimensions of an input may change, and what an exported file says."""
+        from training.export import LARGEST_BATCH
+
+        names = ("classes", "max_len", "tokenizer", "encoder", "pad")
+        metadata = {
+            "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
+            "texts": "HTML tags, entities and URLs removed, backslashes as spaces, NFC, single "
+            "spaces",
+            **{name: getattr(self, name) for name in names},
+            "flags": {name: getattr(self, name) for name in ("arch", "max_len", "model_args")},
+        }
+        dynamic = {0: ("batch", LARGEST_BATCH), 1: ("length", self.max_len)}
+        return {"dynamic": dynamic, "metadata": metadata}
+
+
+Card = ImageCard | TextCard
+
+
+def read_card(state: Mapping[str, Any]) -> Card:
+    """Return the card of a checkpoint."""
+    return (TextCard if state["script"] == "transformer_test" else ImageCard).read(state)
+
+
+def _source(image: Any) -> Any:
+    """An image as `read_images` takes it."""
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(image, Image.Image):
+        return image
+    try:
+        if isinstance(image, str | os.PathLike):
+            return os.fsencode(image)
+        pixels = np.asarray(image)
+    except Exception as error:  # of many kinds: lists of several lengths, tensors on a GPU
+        raise InputError(f"{excerpt(image)} is no image ({first_line(error)})") from None
+    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2:
+        raise InputError(
+            f"an array of {pixels.dtype} {pixels.shape}: give uint8 of (height, width) or "
+            "(height, width, 3)"
+        )
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]
