@@ -443,7 +443,7 @@ class RowLosses:
         self.sums.zero_()
 
 
-def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple[float, int]:
+def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple[float, int, float]:
     """Estimate the share of wrong labels by a network that was not trained on these rows.
 
     Where the network is most confident, its errors are those of the labels, as in confident
@@ -456,7 +456,8 @@ def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple
         labels: (rows,) integers.
 
     Returns:
-        The share, and how many rows counted.
+        The share; how many rows counted; and the share of all rows whose prediction is not their
+        label.
     """
     order = confidence.argsort(descending=True)
     order = order[predicted[order].argsort(stable=True)]
@@ -464,7 +465,8 @@ def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple
     first = counts.cumsum(0) - counts  # of each class in this order
     place = torch.arange(len(order), device=order.device) - first[predicted[order]]
     counted = order[4 * place < counts[predicted[order]]]
-    return (predicted[counted] != labels[counted]).double().mean().item(), len(counted)
+    is_error = (predicted != labels).double()
+    return is_error[counted].mean().item(), len(counted), is_error.mean().item()
 
 
 def least_share(share: float, number: int, errors: float = 2.0) -> float:
@@ -497,13 +499,16 @@ class MetaMixup:
         device: of the labels.
 
     Attributes:
-        share: of wrong labels, estimated anew after each epoch and averaged with the estimate so
-            far; None before the first one.
-        wrong: the same; 0 where it may be less than `LEAST_WRONG`.
+        shares: of wrong labels and of errors, as `wrong_labels` returns them, measured after each
+            epoch and averaged with those so far; None before the first one.
+        wrong: the share of wrong labels; 0 where it may be less than `LEAST_WRONG`, or where the
+            network has not learned enough to know: because most confident predictions are errors,
+            or because confident ones are much better than others, as while a hard task is learned.
     """
 
     MILD_ALPHA = 0.2
-    LEAST_WRONG = 0.15
+    LEAST_WRONG, MOST_WRONG = 0.15, 0.5
+    LEAST_RATIO = 0.6  # of errors among confident predictions to those among all
     SLOPE = 4.0  # for each wrong label
     LARGEST_SLOPE = 2.0
 
@@ -514,7 +519,7 @@ class MetaMixup:
         # the standard deviation of the logit of a Beta variable, as far as it is not cut off
         variance = 2 * torch.polygamma(1, torch.tensor(alpha, dtype=torch.float64)).item()
         self.spread = min(math.sqrt(variance), -math.log(LEAST_SHARE))
-        self.share: float | None = None
+        self.shares: tuple[float, float] | None = None
         self.wrong = 0.0
         self.row_losses = RowLosses(rows, device)
         self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
@@ -546,14 +551,19 @@ class MetaMixup:
 
     def learn(self, predicted: Tensor, confidence: Tensor, labels: Tensor) -> None:
         """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""
-        share, number = wrong_labels(predicted, confidence, labels)
-        self.share = share if self.share is None else (self.share + share) / 2
-        is_known = least_share(self.share, number) >= self.LEAST_WRONG
-        self.wrong = self.share if is_known else 0.0
+        share, number, errors = wrong_labels(predicted, confidence, labels)
+        before = self.shares or (share, errors)
+        share, errors = self.shares = (before[0] + share) / 2, (before[1] + errors) / 2
+        is_known = (
+            least_share(share, number) >= self.LEAST_WRONG
+            and share <= self.MOST_WRONG
+            and share >= self.LEAST_RATIO * errors
+        )
+        self.wrong = share if is_known else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned."""
-        return {"share": self.share, "wrong": self.wrong, "excess": self.row_losses.excess}
+        return {"shares": self.shares, "wrong": self.wrong, "excess": self.row_losses.excess}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -561,8 +571,8 @@ class MetaMixup:
         Raises:
             ValueError: it is of other data.
         """
-        share, wrong, excess = state["share"], state["wrong"], state["excess"]
+        shares, wrong, excess = state["shares"], state["wrong"], state["excess"]
         if excess.shape != self.row_losses.excess.shape:
             raise ValueError("losses of other data")
-        self.share, self.wrong = share, wrong
+        self.shares, self.wrong = shares, wrong
         self.row_losses.excess.copy_(excess)

@@ -97,7 +97,8 @@ def write_winner(
         name = verdict.winner(arms).name
         by_name = {f"trial {trial.number}": trial for trial in ranking}
         params = by_name[name].params if name in by_name else {}
-        found = f"# Recipe of {name}, by {config.seeds} new seeds: {verdict.sentence(arms)}\n"
+        why = verdict.sentence(arms) if len(arms) > 1 else "The others failed."
+        found = f"# Recipe of {name}, by {config.seeds} new seeds: {why}\n"
         print(found[2:], end="")
     flags = config.script.flags(params)
     comment = (

@@ -32,11 +32,14 @@ def test_the_share_of_wrong_labels_is_that_of_confident_errors(noise):
     predicted = torch.where(is_right, true, torch.randint(10, (20_000,)))
     is_wrong = (true < 5) & (torch.rand(20_000) < 2 * noise)  # of half of the classes
     labels = torch.where(is_wrong, (true + 1) % 10, true)
-    share, number = wrong_labels(predicted, sure, labels)
+    share, number, errors = wrong_labels(predicted, sure, labels)
+    assert errors == pytest.approx((predicted != labels).float().mean().item())
     assert share == pytest.approx(noise, abs=0.015)
     assert number == pytest.approx(5000, abs=10)
     few = torch.tensor([7, 2, 2]), torch.tensor([0.4, 0.5, 0.9]), torch.tensor([7, 2, 5])
-    assert wrong_labels(*few) == (0.5, 2), "the surest row of each class counts"
+    assert wrong_labels(*few) == (0.5, 2, pytest.approx(1 / 3)), (
+        "the surest row of each class counts"
+    )
 
 
 def test_what_a_share_is_at_least():
@@ -78,17 +81,19 @@ def test_the_doubted_row_gives_way_and_lambda_varies_as_before():
 
 
 def test_estimates_are_averaged_and_small_ones_are_none():
-    meta = MetaMixup(1)
-    for shares, known in (((0.5,), 0.5), ((0.5, 0.3), 0.4), ((0.5, 0.0, 0.0), 0.0)):
-        meta.share = None
+    for shares, errors, number, known in (
+        ((0.5,), 0.6, 100, 0.5),
+        ((0.5, 0.3), 0.6, 100, 0.4),
+        ((0.5, 0.0, 0.0), 0.6, 100, 0.0),
+        ((0.4,), 0.5, 6, 0.0),  # six rows do not say it
+        ((0.4,), 0.7, 100, 0.0),  # a hard task that is being learned
+        ((0.7,), 0.75, 100, 0.0),  # a network that knows nothing yet
+    ):
+        meta = MetaMixup(1)
         for share in shares:
-            with mock.patch.object(mixup, "wrong_labels", return_value=(share, 100)):
+            with mock.patch.object(mixup, "wrong_labels", return_value=(share, number, errors)):
                 meta.learn(*[torch.zeros(1)] * 3)
-        assert meta.wrong == known
-    fresh = MetaMixup(1)
-    with mock.patch.object(mixup, "wrong_labels", return_value=(0.4, 6)):
-        fresh.learn(*[torch.zeros(1)] * 3)
-    assert (fresh.share, fresh.wrong) == (0.4, 0.0), "six rows do not say it"
+        assert meta.wrong == known, shares
 
 
 def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
@@ -160,7 +165,7 @@ def all_ranks_learn_one_policy(world: World) -> None:
     confidence, predicted = model(tokens).softmax(1).max(1)
     alone = MetaMixup(1)
     alone.learn(predicted, confidence.detach(), labels)
-    assert meta.share == alone.share
+    assert meta.shares == alone.shares
     total = world.sum(meta.row_losses.excess.clone())
     torch.testing.assert_close(total, meta.row_losses.excess * world.size)
 
@@ -177,7 +182,7 @@ def test_a_run_stops_mixing_and_takes_its_held_out_rows_unless_labels_are_wrong(
     ):
         run = tmp_path / f"{script.SCRIPT}{wrong}"
         words = f"{words} --meta_learning --epochs 3 --threads 1 --out {run}"
-        with mock.patch.object(mixup, "wrong_labels", return_value=(0.4 * wrong, 100)):
+        with mock.patch.object(mixup, "wrong_labels", return_value=(0.4 * wrong, 100, 0.5)):
             assert call(script, words.split()) == 0
         logged, state = ranks.metrics(run), torch.load(run / "last.pt", weights_only=True)
         assert not any("val_accuracy" in row or "held_out_accuracy" in row for row in logged)
