@@ -18,27 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError, excerpt, first_line
+from models import hugging_face, image_models
+from models.transformer import Transformer
+from training.export import LARGEST_BATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCard:
-    """An image model. Images need Pillow and numpy.
-
-    Attributes:
-        arch: name of the network.
-        classes: names, in the order of the outputs.
-        size: pixels a side of an image.
-        channels: 3 for colour, 1 for grey.
-        interpolation: by which images are scaled.
-        mean, std: of each channel, of pixels from 0 to 1.
-    """
+    """An image model. Images need Pillow and numpy."""
 
     arch: str
-    classes: Sequence[str]
-    size: int
-    channels: int
-    interpolation: str
-    mean: Sequence[float]
+    classes: Sequence[str]  # names, in the order of the outputs
+    size: int  # pixels a side of an image
+    channels: int  # 3 for colour, 1 for grey
+    interpolation: str  # by which images are scaled
+    mean: Sequence[float]  # of each channel, of pixels from 0 to 1
     std: Sequence[float]
 
     @classmethod
@@ -49,14 +43,8 @@ class ImageCard:
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
-        from models import image_models
-
-        return image_models.create_model(
-            self.arch,
-            classes=len(self.classes),
-            channels=self.channels,
-            image_size=self.size,
-        )
+        sizes = {"channels": self.channels, "image_size": self.size}
+        return image_models.create_model(self.arch, classes=len(self.classes), **sizes)
 
     def prepare(self, images: Sequence[Any], device: torch.device) -> Tensor:
         """Return what the network takes, (images, channels, size, size).
@@ -85,8 +73,6 @@ class ImageCard:
 
     def export_settings(self) -> dict[str, Any]:
         """Return which dimensions of an input may change, and what an exported file says."""
-        from training.export import LARGEST_BATCH
-
         of_input = "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey"
         names = ("arch", "classes", "channels", "mean", "std", "size", "interpolation")
         said = {name: getattr(self, name) for name in names}
@@ -95,27 +81,16 @@ class ImageCard:
 
 @dataclass(frozen=True, kw_only=True)
 class TextCard:
-    """A text model. Texts need tokenizers.
-
-    Attributes:
-        arch: 'transformer', or the name of an encoder.
-        model_args: sizes of the Transformer.
-        classes: names, in the order of the outputs.
-        tokenizer: in the library's own JSON.
-        max_len: tokens of a text at most.
-        pad: token behind shorter texts.
-        encoder: what `models.hugging_face.Encoder` is made of; empty for the Transformer.
-        prior: (tokens, classes) scores of the Transformer, or None.
-    """
+    """A text model. Texts need tokenizers."""
 
     arch: str
-    model_args: Mapping[str, Any]
-    classes: Sequence[str]
-    tokenizer: str
-    max_len: int
-    pad: int
-    encoder: Mapping[str, Any]
-    prior: Tensor | None
+    model_args: Mapping[str, Any]  # sizes of the Transformer
+    classes: Sequence[str]  # names, in the order of the outputs
+    tokenizer: str  # in the library's own JSON
+    max_len: int  # tokens of a text at most
+    pad: int  # token behind shorter texts
+    encoder: Mapping[str, Any]  # what an `Encoder` is made of; empty for the Transformer
+    prior: Tensor | None  # (tokens, classes) scores of the Transformer
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> TextCard:
@@ -138,9 +113,6 @@ class TextCard:
             mix_at: where mixup mixes.
             dropout: dropout and token_dropout of the Transformer.
         """
-        from models import hugging_face
-        from models.transformer import Transformer
-
         classes = len(self.classes)
         if self.encoder:
             with hugging_face.refused(self.arch):
@@ -175,8 +147,6 @@ class TextCard:
 
     def export_settings(self) -> dict[str, Any]:
         """Return which dimensions of an input may change, and what an exported file says."""
-        from training.export import LARGEST_BATCH
-
         names = ("classes", "max_len", "tokenizer", "encoder", "pad")
         metadata = {
             "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",

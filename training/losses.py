@@ -91,20 +91,11 @@ class MixedCrossEntropy:
             return self.unmixed(model, inputs, labels)._replace(mix_weight=whole)
         height, width = inputs.shape[-2:]
         mix = self.sample_mix(labels, height=height, width=width)
-        logits = self._logits(mix, model, inputs)
-        self.observe(logits, labels, mix)
-        return self._of_logits(logits, labels, mix)
-
-    def with_mix(self, mix: Mix, model: nn.Module, *, inputs: Tensor, labels: Tensor) -> BatchLoss:
-        """The loss with the samples mixed in a given way, which is not observed."""
-        return self._of_logits(self._logits(mix, model, inputs), labels, mix)
-
-    def _logits(self, mix: Mix, model: nn.Module, inputs: Tensor) -> Tensor:
         if self.model_mixes:
-            return at_least_fp32(model(inputs, mix.partner, mix.weight))
-        return at_least_fp32(model(mixup.blend(inputs, mix)))
-
-    def _of_logits(self, logits: Tensor, labels: Tensor, mix: Mix) -> BatchLoss:
+            logits = at_least_fp32(model(inputs, mix.partner, mix.weight))
+        else:
+            logits = at_least_fp32(model(mixup.blend(inputs, mix)))
+        self.observe(logits, labels, mix)
         loss = mixup.cross_entropy(
             logits,
             labels,
