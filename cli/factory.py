@@ -66,6 +66,7 @@ MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also 
 GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 POLICY_SEED = 3  # for the rows that --mixup meta learns from
+MOST_POLICY_ROWS = 500  # which are enough; but at least one of each class
 OWN_WIRE_DTYPES = {
     "fp32": torch.float32,
     **dict.fromkeys(["bf16", *WIRE_BITS], torch.bfloat16),  # of what SLAMB does not round further
@@ -269,6 +270,7 @@ def policy_rows(args: Namespace, labels: Tensor) -> Tensor | None:
     share = args.mixup_args["held_out"]
     if not 0 < share < 1:
         raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
+    share = min(share, MOST_POLICY_ROWS / len(labels))
     with refused_as("--mixup_args held_out"):
         return held_out_rows(labels, share, seed=args.seed + POLICY_SEED)[0]
 
