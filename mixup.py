@@ -5,7 +5,7 @@ labels (arXiv:1710.09412). lambda is the weight of the unpermuted sample, everyw
 x <- lambda x + (1 - lambda) x[partner], and the loss is
 - lambda log p(own label) - (1 - lambda) log p(partner's label).
 
-    mix = mixup(labels, alpha=0.2)               # partners and lambda; or intra, attention, cutmix
+    mix = mixup(labels, alpha=0.2)               # partners and lambda; or inter_class, fmix, cutmix
     logits = model(blend(images, mix))
     loss = cross_entropy(logits, labels, mix=mix)
 

@@ -251,9 +251,11 @@ def choose_rows(
         if run.world.is_main:
             count = int((noisy != right).sum())
             print(f"--label_noise: {count} of {len(right)} training labels are wrong", flush=True)
-    learned_from = policy_rows(args, torch.as_tensor(chosen["train"].labels))
-    if learned_from is not None and not args.evaluate:
+    given = torch.as_tensor(chosen["train"].labels)
+    if not args.evaluate and (learned_from := policy_rows(args, given)) is not None:
         chosen["held_out"] = chosen["train"].select_rows(learned_from)
+        if run.checkpoint and not run.checkpoint["learner"] and run.world.is_main:
+            print("warning: meta-mixup learns from rows that the run has trained on")
     return chosen, fingerprint
 
 
@@ -271,8 +273,13 @@ def policy_rows(args: Namespace, labels: Tensor) -> Tensor | None:
     if not 0 < share < 1:
         raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
     share = min(share, MOST_POLICY_ROWS / len(labels))
-    with refused_as("--mixup_args held_out"):
+    try:
         return held_out_rows(labels, share, seed=args.seed + POLICY_SEED)[0]
+    except ValueError:
+        reason = "leaves none to learn from, or none of some class to train on"
+        raise InputError(
+            f"--mixup_args held_out: that share of {len(labels)} rows {reason}"
+        ) from None
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:
@@ -448,21 +455,21 @@ def create_loss(
     settings = dict(args.mixup_args)
     del settings["end"]
     until = mixed_epochs(args)
-    if until < args.epochs and run.world.is_main:
+    if until < args.epochs and run.world.is_main and not run.checkpoint:
         kept = "" if data.held_out is None else f", and {len(data.held_out)} rows are held out"
-        print(f"samples are mixed{kept} in the first {until} of {args.epochs} epochs")
+        first = f"in the first {until} of" if until else "in none of the"
+        print(f"samples are mixed{kept} {first} {args.epochs} epochs")
     if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(args.alpha, 0, weight=settings.get("weight"))
         sample_mix = partial(sample_mix, args.mixup, alpha=args.alpha, **settings)
-        return Loss(mixed(sample_mix, until=until))
+        return Loss(mixed(sample_mix, mixes=lambda epoch: epoch < until))
     meta = meta_mixup(len(data.train), alpha=args.alpha, device=run.world.device)
     learner = MetaLearner(meta, data.held_out, until=until)
     loss_fn = mixed(
         lambda labels, **size: meta.mix(labels),
         observe=meta.observe,
-        until=until,
-        goes_on=learner.goes_on,
+        mixes=learner.mixes,
     )
     return Loss(loss_fn, learner)
 

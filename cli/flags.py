@@ -208,7 +208,8 @@ def _add_fine_tuning(parser: ScriptParser) -> None:
 
 def _add_mixing(parser: ScriptParser, mixing: Sequence[str]) -> None:
     add, all_epochs = parser.group("mixing of samples"), {"end": 1.0}
-    add("--mixup", Choice(mixing, FORMER_KINDS), "none", "how pairs of samples and of their "
+    former = {name: now for name, now in FORMER_KINDS.items() if now in mixing}
+    add("--mixup", Choice(mixing, former), "none", "how pairs of samples and of their "
         "labels are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
     add("--alpha", positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with=[{"mixup": ON}], common=True)

@@ -90,13 +90,13 @@ def balanced_order(order: Tensor, labels: Tensor, generator: torch.Generator) ->
     number of rows is not divisible by that of the classes.
 
     Args:
-        order: (rows,) a random permutation of the row numbers.
-        labels: (rows,) class number of each row.
+        order: (rows,) row numbers in random order.
+        labels: (all rows,) class number of each row.
         generator: of further random numbers.
     Returns:
         (rows,) int64 row numbers.
     """
-    counts = labels.bincount()
+    counts = labels[order].bincount()
     by_class = order[labels[order].argsort(stable=True)].split(counts[counts > 0].tolist())
     each, rest = divmod(len(order), len(by_class))
     sizes = each + (torch.randperm(len(by_class), generator=generator) < rest).long()

@@ -60,8 +60,7 @@ class MixedCrossEntropy:
             the partners and lambda.
         unmixed: the loss of samples that are not mixed, whose settings hold for mixed ones too.
         observe: is called with the logits, the labels and the mix of each batch of training.
-        until: number of the first epoch, counted from 0, whose samples are not mixed; None is none.
-        goes_on: asked at the start of each later epoch whether its samples are mixed all the same.
+        mixes: whether the samples of an epoch, counted from 0, are mixed; asked at its start.
     """
 
     def __init__(
@@ -71,18 +70,16 @@ class MixedCrossEntropy:
         *,
         unmixed: CrossEntropy | None = None,
         observe: Callable[[Tensor, Tensor, Mix], None] = lambda logits, labels, mix: None,
-        until: int | None = None,
-        goes_on: Callable[[], bool] = lambda: False,
+        mixes: Callable[[int], bool] = lambda epoch: True,
     ) -> None:
         self.sample_mix, self.model_mixes, self.observe = sample_mix, model_mixes, observe
         self.unmixed = unmixed or CrossEntropy()
-        self.until, self.goes_on = until, goes_on
-        self.is_mixing = True
+        self.mixes, self.is_mixing = mixes, True
 
     def start_epoch(self, epoch: int) -> bool:
         """Decide whether samples are mixed in an epoch; return whether this is a change."""
         before = self.is_mixing
-        self.is_mixing = self.until is None or epoch < self.until or self.goes_on()
+        self.is_mixing = self.mixes(epoch)
         return self.is_mixing != before
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from mixup import MetaMixup
 from training.evaluation import evaluate
@@ -44,15 +45,15 @@ class MetaLearner:
         if again:
             self.meta.row_losses.sums[:, self.meta.rows] = 0
 
-    def goes_on(self) -> bool:
-        """Whether the epochs in which the policy learns no more are mixed as well."""
-        return self.meta.wrong > 0
+    def mixes(self, epoch: int) -> bool:
+        """Whether the samples of an epoch, counted from 0, are mixed; asked at its start."""
+        self.is_over |= epoch >= self.until
+        return not self.is_over or self.meta.wrong > 0
 
     def end_epoch(self, trainer: Trainer) -> dict[str, float]:
         """End an epoch of the policy; collective. Return what it adds to the epoch's row."""
         meta, epoch = self.meta, trainer.progress.epoch + 1
         meta.row_losses.end_epoch()
-        self.is_over |= epoch > self.until
         if not self.is_over:
             found = [torch.empty(3, 0, dtype=torch.float64)]
 
@@ -75,15 +76,25 @@ class MetaLearner:
             if epoch == self.until < trainer.config.epochs:
                 about = f"since about {100 * meta.wrong:.0f} % of their labels are wrong"
                 then = f"mixing goes on, {about}" if meta.wrong else "mixing ends"
-                trainer.log.info(f"{len(labels)} held-out rows join the training; {then}")
+                rows = f"{len(labels)} held-out rows join the training"
+                trainer.log.info(f"from epoch {epoch + 1} on {rows}; {then}")
         return {"wrong_labels": meta.wrong}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.meta.state_dict(), "is_over": self.is_over}
+        return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            InputError: it is of an older meta-mixup.
+        """
+        if "is_over" not in state:
+            raise InputError("--resume: the run is of an older meta-mixup, and cannot go on")
         self.meta.load_state_dict(state)
         self.is_over = state["is_over"]
+        if self.is_over:  # also of a run that is made longer
+            self.until = state["until"]
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         """What is this rank's own; those of all ranks may be added up."""

@@ -216,7 +216,8 @@ class RunLog:
         """
         loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
         done = progress.epoch + progress.step_in_epoch / steps
-        whole = progress.seconds / done * self.epochs
+        once = progress.compile_seconds
+        whole = once + (progress.seconds - once) / done * self.epochs
         if self.clock() >= self.announced:
             self.announced = math.inf
             if whole >= LONG_SECONDS:

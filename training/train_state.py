@@ -130,6 +130,7 @@ def load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.scaler.load_state_dict(scaler)
     if trainer.meta_learner is not None and state["learner"]:
         load_into(trainer.meta_learner, state["learner"], "mixing policy")
+        trainer.batches.order.until = trainer.meta_learner.until
         parts = [rank["learner"] for rank in ranks]
         if len(ranks) == trainer.world.size:
             trainer.meta_learner.load_rank_state_dict(parts[trainer.world.rank])

@@ -446,9 +446,10 @@ class Trainer:
         learned: dict[str, float] = {}
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
+            before = self.meta_learner.meta.wrong
             learned = self.meta_learner.end_epoch(self)
-            if self.graph is not None:
-                self.graph.invalidate()  # what was learned is a constant of a recorded step
+            if self.graph is not None and self.meta_learner.meta.wrong != before:
+                self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
         row = epoch_row(self, totals, evaluated=evaluated) | learned
         if self.communicating is not None:

@@ -181,7 +181,9 @@ def run_seeds(
     return arms, lost
 
 
-def race_defaults(config: SweepConfig, trials: Sequence[FrozenTrial]) -> list[Contender]:
+def race_defaults(
+    config: SweepConfig, trials: Sequence[FrozenTrial]
+) -> tuple[list[Contender], dict[str, str]]:
     """Let the best trials of a sweep race against the defaults on held-out rows, with new seeds.
 
     Args:
@@ -189,23 +191,27 @@ def race_defaults(config: SweepConfig, trials: Sequence[FrozenTrial]) -> list[Co
 
     Returns:
         The defaults first, unless they fail; then those of the trials, named 'trial N', that do
-        not fail. None where there is no trial.
+        not fail; and why the others fail. None where there is no trial.
     """
     if not trials:
-        return []
-    shared, usual = config.script, config.script.usual("lr")
-    arms = {"defaults": Arm("defaults", shared, usual)}
-    for trial in trials[:FINALISTS]:
+        return [], {}
+    shared, seeds = config.script, [f"{config.seeds}-seeds"]
+    arms = {"defaults": Arm("defaults", shared, shared.usual("lr"))}
+    finalists: list[FrozenTrial] = []
+    for trial in trials:  # without those that repeat another one's values
+        if len(finalists) < FINALISTS and trial.params not in [each.params for each in finalists]:
+            finalists.append(trial)
+    for trial in finalists:
         words = [*shared.arguments, *shared.to_arguments(trial.params)]
         own = TargetScript.read(shared.file, words)
         name = f"trial {trial.number}"
-        arms[name] = Arm(name, own, trial.params.get("lr", usual))
+        arms[name] = Arm(name, own, own.usual("lr"))
     settings = {name: [arm.rate, arm.script.settings()] for name, arm in arms.items()}
     final = replace(
         config,
         script=RaceScript(shared.file, [], settings, arms=arms, common=[]),
         space=arm_space(arms, config.seeds),
-        out=config.out / "final",
+        out=config.out / "-".join(["final", *(f"{each.number}" for each in finalists), *seeds]),
         sampler="random",
         pruner="none",
     )
@@ -214,7 +220,7 @@ def race_defaults(config: SweepConfig, trials: Sequence[FrozenTrial]) -> list[Co
         for seed in range(1, config.seeds + 1)  # the trials had 0
         for name, arm in arms.items()
     ]
-    return run_seeds(final, values, {name: {arm.rate: {}} for name, arm in arms.items()})[0]
+    return run_seeds(final, values, {name: {arm.rate: {}} for name, arm in arms.items()})
 
 
 def arm_space(arms: Collection[str], seeds: int) -> Space:

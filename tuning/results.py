@@ -82,7 +82,11 @@ def write_trials(study: optuna.Study, ranking: Sequence[FrozenTrial], config: Sw
 
 
 def write_winner(
-    ranking: Sequence[FrozenTrial], arms: Sequence[Contender], config: SweepConfig
+    ranking: Sequence[FrozenTrial],
+    config: SweepConfig,
+    *,
+    arms: Sequence[Contender],
+    lost: Mapping[str, str],
 ) -> None:
     """Write the recipe, and print the command that trains with it.
 
@@ -90,15 +94,18 @@ def write_winner(
         ranking: the trials, the best first.
         arms: of the race of the best ones against the defaults, which are first; none where there
             was none, so that the best trial wins.
+        lost: why others failed in it.
     """
     best, found = ranking[0], ""
     params = best.params
+    print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
     if arms:
         name = verdict.winner(arms).name
         by_name = {f"trial {trial.number}": trial for trial in ranking}
         params = by_name[name].params if name in by_name else {}
-        why = verdict.sentence(arms) if len(arms) > 1 else "The others failed."
-        found = f"# Recipe of {name}, by {config.seeds} new seeds: {why}\n"
+        why = [f"{other} failed ({reason})." for other, reason in lost.items()]
+        why += [verdict.sentence(arms)] if len(arms) > 1 else []
+        found = f"# Recipe of {name}, by a race with {config.seeds} new seeds: {' '.join(why)}\n"
         print(found[2:], end="")
     flags = config.script.flags(params)
     comment = (
@@ -108,7 +115,6 @@ def write_winner(
         f"{config.nproc} process(es).\n"
     )
     write_recipe(config, params, comment=comment)
-    print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
 

@@ -9,6 +9,7 @@ space = read_space(Path("tuning/resnet50.yaml"), script)      # script: a Target
 suggest(trial, space)                                         # {"lr": 0.03, "bs": 32, ...}
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -74,11 +75,15 @@ def read_entry(entry: Any, usual: Callable[[], Any]) -> dict[str, Any]:
         InputError: Optuna would refuse it.
     """
     if isinstance(entry, dict) and entry.keys() == {"around"}:
-        factor, default = entry["around"], usual()
-        if not isinstance(factor, int | float) or factor <= 1:
-            raise InputError(f"around: expected a factor above 1, got {excerpt(factor)}")
-        if isinstance(default, bool) or not isinstance(default, int | float) or default <= 0:
-            raise InputError(f"around: the default, {excerpt(default)}, is not above 0")
+        default = usual()
+        try:
+            factor = float(entry["around"])
+        except (TypeError, ValueError):
+            factor = 0.0
+        if not 1 < factor < math.inf:
+            raise InputError(f"around: expected a factor above 1, got {excerpt(entry['around'])}")
+        if not isinstance(default, float) or default <= 0:
+            raise InputError(f"around: the default, {excerpt(default)}, is no fraction above 0")
         ends = {"low": default / factor, "high": default * factor}
         entry = {"type": "float", **ends, "log": True}
     kind = str(entry.get("type")) if isinstance(entry, dict) else ""

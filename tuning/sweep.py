@@ -82,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranking = results.rank_trials(study, search.finished_trials(study))
     results.write_trials(study, ranking, config)
     arms: list[Contender] = []
+    lost: dict[str, str] = {}
     if config.objective.target is None:
         best = [trial for trial in results.complete(ranking) if trial.params != defaults]
-        arms = race.race_defaults(config, best)
-    results.write_winner(ranking, arms, config)
+        arms, lost = race.race_defaults(config, best)
+    results.write_winner(ranking, config, arms=arms, lost=lost)
 
 
 def check_optuna() -> None:

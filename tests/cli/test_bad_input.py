@@ -56,6 +56,7 @@ IMAGES_ONLY = [
     ("--dataset cifar10 --data_dir none", "none/cifar-10-batches-py is missing"),
 ]
 TEXTS_ONLY = [
+    ("--mixup attention", "'attention' is not one of none, mixup"),  # which was one of images
     ("--dataset agnews --data_dir none", "none/ag_news_csv/train.csv is missing"),
 ]
 CASES = [(name, *case) for name in SCRIPTS for case in BOTH]

@@ -14,6 +14,7 @@ import resnet50_test
 import transformer_test
 from conftest import call, each_of
 from distributed.world import World
+from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix, least_share, wrong_labels
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
@@ -143,6 +144,20 @@ class Texts:
         return ((self.tokens[rows], rows % 3) for rows in plan)
 
 
+@each_of("labels", [None, torch.arange(40) % 3])
+def test_rows_that_are_held_out_come_from_an_epoch_on(labels):
+    held_out = torch.tensor([0, 7, 30])
+    sampler = Sampler(40, 0, labels=labels, held_out=held_out, until=2)
+    for epoch in range(4):
+        rows = sampler.rows_of(epoch)
+        assert rows == (37 if epoch < 2 else 40)
+        drawn = torch.cat(sampler.epoch(epoch, [20, rows - 20]))
+        assert len(drawn) == rows
+        if labels is None:
+            assert len(drawn.unique()) == rows
+        assert bool(torch.isin(drawn, held_out).any()) == (epoch >= 2)
+
+
 def all_ranks_learn_one_policy(world: World) -> None:
     torch.manual_seed(1)
     sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "max_len": 16}
@@ -196,3 +211,10 @@ def test_a_run_stops_mixing_and_takes_its_held_out_rows_unless_labels_are_wrong(
         found = [row["wrong_labels"] for row in logged]
         assert found[1] == found[2] == state["learner"]["wrong"]
         assert (found[1] > 0) == wrong
+        assert call(script, ["--resume", str(run), "--evaluate", "--out", str(run)]) == 0
+        resume = ["--resume", str(run), "--epochs", "6", "--out", str(run)]
+        assert call(script, resume) == 0
+        last = ranks.metrics(run)[-1]
+        assert last["samples"] == done[2] + 3 * each[2], "rows were held out again"
+        assert last["wrong_labels"] == found[1]
+        assert (last["mean_lambda"] < 0.9) == wrong
