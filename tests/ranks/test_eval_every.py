@@ -16,6 +16,7 @@ from training.run_log import RunLog
 FLAGS = f"{DIGITS} --epochs 5 --lr 0.05 --seed 3"
 
 
+@pytest.mark.process
 def test_evaluating_less_often_changes_no_weight(here):
     run(resnet50_test, FLAGS, "--out each")
     console = run(resnet50_test, FLAGS, "--eval_every 2 --out second")
@@ -33,6 +34,7 @@ def test_evaluating_less_often_changes_no_weight(here):
     assert console.count("test %") == 1, "an empty column is no other table"
 
 
+@pytest.mark.process
 def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, monkeypatch):
     whole = run(resnet50_test, FLAGS, "--eval_every 9 --out whole")
     assert "(the only epoch that was evaluated)" in whole

@@ -79,6 +79,7 @@ def load(world: World, folder: Path) -> None:
     torch.save(result, folder / f"rank-{world.rank}.pt")
 
 
+@pytest.mark.process
 def test_memory_does_not_grow_with_the_texts(tmp_path: Path) -> None:
     peaks: list[list[int]] = []
     for num_rows in ROWS:

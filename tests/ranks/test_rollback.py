@@ -50,6 +50,7 @@ def diverge(alone: bool = False) -> None:
         os.chdir("node")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_goes_back_within_the_first_epoch(size, tmp_path):
     def goes_back(way: str) -> None:

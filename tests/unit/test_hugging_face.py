@@ -104,6 +104,7 @@ def test_groups_and_rates_of_layers(folders):
     assert found == [{0.0625}, {0.125}, {0.25}, {0.5}, {1.0}]
 
 
+@pytest.mark.process
 @pytest.mark.ranks
 def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     copy = shutil.copytree(folders["bert"], here / "bert")
