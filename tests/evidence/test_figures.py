@@ -32,6 +32,7 @@ from cli.flag_parser import flat as flat_flags
 from cli.foreign_names import FOREIGN
 from errors import InputError
 from figures import draw, experiments, methods, pictures, run_logs
+from mixup import FORMER_KINDS
 
 ROOT = ranks.ROOT
 
