@@ -527,7 +527,7 @@ class MetaMixup:
 
     @property
     def slope(self) -> float:
-        """k."""
+        """How much the difference of two doubts shifts lambda's logit, in its deviations."""
         return min(self.SLOPE * self.wrong, self.LARGEST_SLOPE)
 
     def mix(self, labels: Tensor) -> Mix:

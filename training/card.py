@@ -101,7 +101,7 @@ class TextCard:
 
     @cached_property
     def loaded_tokenizer(self) -> Any:
-        """The tokenizer."""
+        """What texts are cut into tokens by, parsed at its first use."""
         from input_pipeline.tokenization import load_tokenizer
 
         return load_tokenizer(self.tokenizer)

@@ -33,7 +33,7 @@ from conftest import each_of, for_each
 from distributed.worker import SWEEP
 from figures.verdict import paired_difference
 from tuning import compare, race, results, search, space, sweep, trials
-from tuning.config import Objective
+from tuning.config import Objective, SweepConfig
 from tuning.target_script import TargetScript
 
 ROOT = ranks.ROOT
@@ -266,6 +266,19 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
     assert "trials without study.log" in run_sweep(searched, *grid)[2]
     monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=BlockingIOError))
     assert "another process is writing to this folder" in run_sweep(searched, *grid)[2]
+
+
+def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
+    script = TargetScript.read("resnet50_test.py", ["--subset", "0.1"])
+    settings = {"val_fraction": 0.1, "jobs": 1, "nproc": 1, "out": tmp_path, "seeds": 2}
+    names = enumerate(("adamw", "adamw", "sgd", "lamb"))
+    found = [SimpleNamespace(number=n, params={"optimizer": name}) for n, name in names]
+    with mock.patch.object(race, "run_seeds") as run:
+        race.race_defaults(SweepConfig(script=script, **settings), found)
+    values = run.call_args.args[1]
+    rates = {"defaults": 0.08, "trial 0": 0.003, "trial 2": 0.1}
+    assert {each["arm"]: each["lr"] for each in values} == rates
+    assert len(values) == 6
 
 
 def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):

@@ -80,6 +80,7 @@ UNFIT = [
     ("texts", "--resume {texts} --predict in.csv --predict_out in.csv", "is there already"),
     ("images", "--resume {images} --export model.txt", "model.txt"),
     ("images", "--resume {images}/gone.pt", "--sync lag: the checkpoint has it"),
+    ("images", "--resume {images}/former.pt --predict none.png", "none.png"),
     ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
 ]
 
@@ -94,6 +95,8 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_pa
     state = checkpoint.load(copies["images"])
     state["flags"]["sync"] = "lag"  # which was removed
     checkpoint.save(copies["images"] / "gone.pt", state)
+    state["flags"] |= {"sync": "sync", "mixup": "meta", "mixup_args": {"policy": "pair"}}
+    checkpoint.save(copies["images"] / "former.pt", state)  # of former settings
     cases = [(name, extra.format(**copies), names) for name, extra, names in UNFIT]
     for_each(cases, lambda *case: refused(*case, base="--device cpu --threads 1"))
 

@@ -223,13 +223,13 @@ def test_the_flags_choose_the_loss(tmp_path):
         return factory.create_loss(args, run, data, **made)[0]
 
     for inside in (False, True):
-        loss_fn = create(
-            "--mixup inter_class --mixup_args weight=0.8 --label_smoothing 0.2", inside
-        )
+        loss_fn = create("--mixup intra --mixup_args weight=0.8 --label_smoothing 0.2", inside)
         assert (loss_fn.model_mixes, loss_fn.unmixed.label_smoothing) == (inside, 0.2)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
         (kind, _), named = sample_mix.call_args
-        assert (kind, named["alpha"], named["weight"]) == ("inter_class", 0.99, 0.8)
+        assert (kind, named["alpha"], named["weight"]) == ("inter_class", 0.99, 0.8), (
+            "what intra was"
+        )
         assert (named["height"], named["width"]) == (3, 4)
     assert create("").class_weights is None
     balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights

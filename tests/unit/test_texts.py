@@ -157,6 +157,10 @@ def test_naive_bayes_scores_equal_those_of_sklearn():
     np.testing.assert_allclose(scores[3:], expected[3:], atol=1e-5)
     assert (scores[:3] == 0).all()
     assert naive_bayes_scores(data, size, classes=10**6) is None
+    splits = TextSplit([0], ["oil"]), TextSplit([0, 1], ["oil oil price", "cup price"])
+    part, rest = (TextDataset(each, tokenizer, max_len=16).to(CPU) for each in splits)
+    left = naive_bayes_scores(data, size, classes=2, without=part)
+    torch.testing.assert_close(left, naive_bayes_scores(rest, size, classes=2))
 
 
 @KINDS
