@@ -22,7 +22,6 @@ from distributed.world import TimeLimits, init_world
 from errors import exit_code
 from input_pipeline.augmentation import AUGMENTATIONS
 from mixup import MetaMixup
-from training.epoch_report import report_result
 
 SCRIPT = "resnet50_test"
 OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
@@ -80,7 +79,7 @@ def main() -> None:
             args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
         )
         trainer.fit(checkpoint)  # the loop is in training/trainer.py
-        report_result(trainer)
+        trainer.report()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from cli import options
 from distributed.world import TimeLimits, World, init_world
 from errors import InputError, exit_code, needing
 from optimizers.param_groups import decay_groups
-from training.epoch_report import report_result
 
 
 def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with init_world(run.args.device, TimeLimits(*run.args.timeout)) as world:
         opened = run.open(world)
         opened.trainer.fit(opened.checkpoint)
-        report_result(opened.trainer)
+        opened.trainer.report()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from errors import InputError
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training.batch_sampler import DynamicBatchSampler, RankBatch
+from training.checkpoint import Checkpoint
 from training.losses import CrossEntropy
 from training.run_log import RunLog
 from training.trainer import Trainer, TrainerConfig
@@ -49,7 +50,7 @@ class Opened:
     run: factory.Run
     data: factory.Data
     trainer: Trainer
-    checkpoint: dict[str, Any] | None  # what it goes on from
+    checkpoint: Checkpoint | None  # what it goes on from
 
 
 def open_script(
@@ -112,8 +113,7 @@ def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
 def all_batches(trainer: Trainer) -> Iterator[tuple[RankBatch, Tensor, Tensor]]:
     """Yield the full batches of the first epoch again and again: its plan, inputs and labels."""
     trainer.batches.start_epoch(0)
-    if trainer.communicating is not None:
-        trainer.communicating.start_epoch(0)
+    trainer.parallel.start_epoch(0)
     every = trainer.batches.plan(0, 0)
     plan = [each for each in every if each.samples == trainer.batches.size] or every
     while True:

@@ -50,6 +50,7 @@ from models.residual import residual_blocks
 from training import classifier, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
 from training.card import read_card
+from training.checkpoint import Checkpoint
 from training.classifier import Classifier
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
 from training.export import export
@@ -88,7 +89,7 @@ class Run:
     script: str
     world: World
     precision: Precision
-    checkpoint: Any = None
+    checkpoint: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,18 @@ class Data:
 
 
 def check_processes(
-    args: Namespace, parser: ScriptParser, world: World, state: Mapping[str, Any] | None
+    args: Namespace, parser: ScriptParser, world: World, checkpoint: Checkpoint | None
 ) -> None:
     """Check that all processes of a job were started alike; collective.
 
     Args:
         parser: of the script. --data_dir, and what a node has, may differ.
-        state: the checkpoint that the run goes on from, or None.
+        checkpoint: what the run goes on from, or None.
     Raises:
         InputError: they differ in a flag, in the code, in torch, or in where they go on from; or
             the tracker is not installed.
     """
-    report_restart(world, 1 if state is None else state["progress"]["epoch"] + 1)
+    report_restart(world, 1 if checkpoint is None else checkpoint.progress["epoch"] + 1)
     on_main(world, lambda: check_tracker(args.track))
     if world.size == 1:
         return
@@ -137,14 +138,17 @@ def check_processes(
             **{f"--{name}": value for name, value in values.items()},
             "the version of the code": commit_or_none(),
             "the version of torch": torch.__version__,
-            "the checkpoint": state and [state["progress"][key] for key in ("step", "seconds")],
+            "the checkpoint": checkpoint
+            and [checkpoint.progress[key] for key in ("step", "seconds")],
             **{f"--{name}": value for name, value in started.items()},
         },
         advice="start every process with the same flags, code and checkpoint",
     )
 
 
-def create_run(args: Namespace, script: str, world: World, checkpoint: Any = None) -> Run:
+def create_run(
+    args: Namespace, script: str, world: World, checkpoint: Checkpoint | None = None
+) -> Run:
     """Settle threads, memory, precision and seed; nothing is written yet.
 
     Raises:
@@ -207,14 +211,14 @@ def choose_rows(
         run.world,
         classes,
         data={name: splits[name] for name in used},
-        state=run.checkpoint,
+        trained=run.checkpoint.metadata if run.checkpoint else None,
         source=f"--data_dir {args.data_dir}",
     )
     if run.checkpoint and (now := fingerprint["splits"].get("train")):
-        before = run.checkpoint["data"]["splits"].get("train")
+        before = run.checkpoint.splits.get("train")
         if before and before != now:  # other rows are held out, and a baseline is another
             pair = [f"{split['rows']} rows" for split in (before, now)]
-            run.checkpoint.setdefault("changed", {})["the data"] = pair
+            run.checkpoint.changed["the data"] = pair
     unused = {"train"} if args.test else {"train", "test"}
     chosen = {name: split for name, split in splits.items() if name not in unused}
     train, has_val = splits["train"], "val" in splits
@@ -254,7 +258,7 @@ def choose_rows(
     given = torch.as_tensor(chosen["train"].labels)
     if not args.evaluate and (learned_from := policy_rows(args, given)) is not None:
         chosen["held_out"] = chosen["train"].select_rows(learned_from)
-        if run.checkpoint and not run.checkpoint["learner"] and run.world.is_main:
+        if run.checkpoint and not run.checkpoint.state["learner"] and run.world.is_main:
             print("warning: meta-mixup learns from rows that the run has trained on")
     return chosen, fingerprint
 
@@ -284,7 +288,7 @@ def policy_rows(args: Namespace, labels: Tensor) -> Tensor | None:
 
 def redrawn_by(run: Run) -> dict[str, Any]:
     """What, changed since the checkpoint, chooses other rows; each as [before, now]."""
-    changed = run.checkpoint.get("changed", {}) if run.checkpoint else {}
+    changed = run.checkpoint.changed if run.checkpoint else {}
     names = ("--seed", "--subset", "--val_fraction", "the data")
     return {name: changed[name] for name in names if name in changed}
 
@@ -298,7 +302,11 @@ def report_baseline(
         splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
     """
-    if run.checkpoint and not redrawn_by(run) and (known := run.checkpoint.get("baseline")):
+    if (
+        run.checkpoint
+        and not redrawn_by(run)
+        and (known := run.checkpoint.metadata.get("baseline"))
+    ):
         return known
     is_wanted = args.baseline
     if is_wanted is None:
@@ -574,7 +582,7 @@ def create_trainer(
         f"{device_name(world.device)}, {run.precision.name}, "
         f"{choose_backend(args, run, batches)}; run folder {folder}"
     )
-    is_new = run.checkpoint is not None and segments != run.checkpoint["segments"]
+    is_new = run.checkpoint is not None and segments != run.checkpoint.metadata["segments"]
     if is_new and (changes := describe_last(segments)):
         log.info(f"the run goes on with {changes}")
     torch.manual_seed(args.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
@@ -663,12 +671,14 @@ def trained_classifier(
     Args:
         metadata: of other data; None is the checkpoint's own.
     """
-    state = run.checkpoint
-    card = read_card({**state, **(metadata or {}), "flags": vars(args)})
+    checkpoint = run.checkpoint
+    assert checkpoint is not None
+    card = read_card({**checkpoint.metadata, **(metadata or {}), "flags": vars(args)})
     flag = "--resume" if args.checkpoint is None else "--checkpoint"
-    found = classifier.trained_classifier(state, card, run.world.device, flag=flag)
+    weights, device = checkpoint.weights, run.world.device
+    found = classifier.trained_classifier(weights, card, device, flag=flag)
     if run.world.is_main:
-        line = describe_checkpoint(Path(state["file"]), state["progress"])
+        line = describe_checkpoint(checkpoint.file, checkpoint.progress)
         print(line, file=sys.stderr if args.predict else sys.stdout, flush=True)
     return found
 
@@ -699,7 +709,7 @@ def evaluate_checkpoint(args: Namespace, run: Run, data: Data) -> None:
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
-        before = run.checkpoint.get("data", {}).get("splits", {})
+        before = run.checkpoint.splits if run.checkpoint else {}
         now = data.metadata.get("data", {}).get("splits", {})
         is_new = name == "test" or any(now[split] != before.get(split) for split in now)
         why = "" if is_new else ", which also chose the best epoch"
@@ -722,16 +732,14 @@ def report_predictions(
         inputs: what the classifier takes of each sample.
         notes: what was left out, for stderr.
     """
-    found = predictions.predict(
-        trained_classifier(args, run), inputs, samples, batch_size=args.batch_size
-    )
+    trained = trained_classifier(args, run)
+    found = predictions.predict(trained, inputs, samples, batch_size=args.batch_size)
     if not run.world.is_main:
         return
     for note in notes:
         print(note, file=sys.stderr)
-    classes = run.checkpoint["classes"]
     if not args.predict_out:
-        predictions.print_predictions(found, classes)
+        predictions.print_predictions(found, trained.classes)
         return
-    count = predictions.write_predictions(Path(args.predict_out), found, classes)
+    count = predictions.write_predictions(Path(args.predict_out), found, trained.classes)
     print(f"{args.predict_out}: {count} predictions")

@@ -77,7 +77,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     Raises:
         InputError: the data set is missing or broken.
     """
-    given = run.checkpoint or (saved.preprocessing if saved else {})
+    given = run.checkpoint.metadata if run.checkpoint else saved.preprocessing if saved else {}
     own_size = given.get("size", 0) if args.dataset == "folder" else 0
     with local_main_first(run.world):
         splits, classes = image_datasets.read_image_splits(
@@ -85,7 +85,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             args.data_dir,
             image_size=args.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
-            classes=run.checkpoint["classes"] if run.checkpoint else (),
+            classes=run.checkpoint.classes if run.checkpoint else (),
             enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
         )
     chosen, fingerprint = choose_rows(args, run, splits, classes)

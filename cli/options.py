@@ -27,6 +27,7 @@ from input_pipeline import own_data
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
+from training.checkpoint import Checkpoint
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
@@ -40,7 +41,7 @@ WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmu
 
 def parse(
     parser: ScriptParser, script: str, arguments: Sequence[str] | None = None
-) -> tuple[Namespace, dict[str, Any] | None]:
+) -> tuple[Namespace, Checkpoint | None]:
     """The flags, and the checkpoint to go on from or None; warns of flags without effect.
 
     Args:
@@ -59,13 +60,13 @@ def parse(
             raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
         going_on = out if checkpoint.latest_files(Path(out)) else None
         given["resume"] = command_line.resume = going_on
-    state, path = None, resume_path(command_line, script)
+    found, path = None, resume_path(command_line, script)
     if path is not None:
         source = "--resume" if command_line.checkpoint is None else "--checkpoint"
-        state = checkpoint.load(path, script, flag=source)
-        if "warning" in state:
-            print_once(state["warning"])
-        values |= restored_flags(state["flags"], parser)
+        found = checkpoint.load(path, script, flag=source)
+        if found.warning:
+            print_once(found.warning)
+        values |= restored_flags(found.flags, parser)
         if uses_trained_model(command_line) and not device.is_here(values["device"]):
             values |= {"device": "auto", "precision": "auto"}
     values = parser.merged(values, recipe)
@@ -85,20 +86,20 @@ def parse(
     parser.complete(args)
     if path is not None and args.out is None:
         args.out = str(path if path.is_dir() else path.parent)
-    validate(args, script, resumed=state is not None)
-    if state is not None:
-        if args.lr != state["flags"]["lr"]:  # the user's own remedy replaces those so far
-            state["flags"]["lr"] *= state["progress"].get("lr_factor", 1.0)
-            state["progress"] |= {"rollbacks": 0, "lr_factor": 1.0}
-        state["changed"] = changed_flags(state["flags"], args, parser)
+    validate(args, script, resumed=found is not None)
+    if found is not None:
+        if args.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
+            found.flags["lr"] *= found.progress["lr_factor"]
+            found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
+        found.changed = changed_flags(found.flags, args, parser)
     if not uses_trained_model(args):
-        run_folder.check_overwritten(args.out, state)
+        run_folder.check_overwritten(args.out, found)
         for line in parser.unused(given, args):
             print_once(f"warning: {line}")
         if args.lr_schedule != "constant" and create_lr_schedule(args).is_constant():
             how_long = f"in the {args.epochs} epochs of this run"
             print_once(f"warning: --lr_schedule {args.lr_schedule} changes no rate {how_long}")
-    return args, state
+    return args, found
 
 
 def print_once(line: str) -> None:

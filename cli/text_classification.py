@@ -24,6 +24,7 @@ from models.hugging_face import HF, Encoder
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training.card import TextCard
+from training.checkpoint import Checkpoint
 from training.predictions import Sample
 
 
@@ -83,7 +84,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             args.dataset,
             args.data_dir,
             choice=ColumnChoice(args.label_column, tuple(args.text_column)),
-            classes=run.checkpoint["classes"] if run.checkpoint else (),
+            classes=run.checkpoint.classes if run.checkpoint else (),
             trained=trained_columns(run.checkpoint),
             enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
         ),
@@ -92,8 +93,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     baseline = report_baseline(args, run, chosen, text_baseline)
     encoder: Mapping[str, Any] = {}
     if run.checkpoint:
-        tokenizer = tokenization.load_tokenizer(run.checkpoint["tokenizer"])
-        encoder = run.checkpoint["encoder"]
+        tokenizer = tokenization.load_tokenizer(run.checkpoint.metadata["tokenizer"])
+        encoder = run.checkpoint.metadata["encoder"]
     elif saved is not None:
         encoder = saved.encoder
         try:
@@ -120,7 +121,7 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             sets["train"], size, classes=len(classes), without=sets.get("held_out")
         )
         if prior is None and run.checkpoint:
-            prior = run.checkpoint.get("prior")
+            prior = run.checkpoint.metadata["prior"]
         elif prior is None and run.world.is_main:
             print(f"no naive Bayes prior: {len(classes)} classes are too many for its table")
     metadata: dict[str, Any] = {"classes": classes, "data": fingerprint, "baseline": baseline}
@@ -132,13 +133,13 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
     return Data(train, sets, metadata, train.labels.cpu(), held_out, model_mixes=True)
 
 
-def trained_columns(checkpoint: Mapping[str, Any] | None) -> ColumnChoice:
+def trained_columns(checkpoint: Checkpoint | None) -> ColumnChoice:
     """The names of a checkpoint's columns, but for those that flags have changed."""
-    changed = checkpoint.get("changed", {}) if checkpoint else {}
-    if not checkpoint or "--text_column" in changed:
+    if not checkpoint or "--text_column" in checkpoint.changed:
         return ColumnChoice()
-    label = None if "--label_column" in changed else checkpoint.get("label_column")
-    return ColumnChoice(label, tuple(checkpoint.get("columns", ())))
+    metadata = checkpoint.metadata
+    label = None if "--label_column" in checkpoint.changed else metadata["label_column"]
+    return ColumnChoice(label, tuple(metadata["columns"]))
 
 
 def create_model(args: Namespace, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
@@ -165,8 +166,7 @@ def predict(args: Namespace, run: Run) -> None:
     """Classify every line or row of the files of --predict, and of .txt files below its folders."""
     lines: list[Sample] = []
     notes: list[str] = []
-    checkpoint = run.checkpoint
-    trained = trained_columns(checkpoint)
+    trained = trained_columns(run.checkpoint)
     for path in args.predict:
         lines_of_files, notes_of_path = text_datasets.read_text_files(
             Path(path), args.text_column, trained=trained

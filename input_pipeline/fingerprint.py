@@ -1,6 +1,6 @@
 """Whether a run has the data that it should: the same on all ranks, and that of its checkpoint.
 
-metadata["data"] = check_data(world, classes, data={"train": split}, state=state, source="DIR")
+metadata["data"] = check_data(world, classes, data={"train": split}, trained=None, source="DIR")
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def check_data(
     classes: Sequence[str],
     *,
     data: Mapping[str, Any],
-    state: Mapping[str, Any] | None,
+    trained: Mapping[str, Any] | None,
     source: str,
 ) -> dict[str, Any]:
     """Check that all ranks read the same data, and that it is what the checkpoint was trained on.
@@ -33,7 +33,7 @@ def check_data(
     Args:
         data: the splits by their names: the `labels` of all rows, and `marks()`, bytes that differ
             where ranks would mean other rows of the same labels by the same numbers.
-        state: the checkpoint that the run goes on from, or None.
+        trained: the metadata of the checkpoint that the run goes on from, or None.
         source: how the user named the data.
     Returns:
         The number of rows and the hash of the labels of each split, which checkpoints keep.
@@ -50,14 +50,14 @@ def check_data(
     check_equal(
         world, {**values, "the list of classes": classes}, advice="give all nodes the same data"
     )
-    if state is None:
+    if trained is None:
         return {"splits": splits}
-    if list(state["classes"]) != list(classes):
+    if list(trained["classes"]) != list(classes):
         raise SharedInputError(
             f"{source}: the checkpoint was trained on other classes; give the data of its run"
         )
     for name, split in splits.items():
-        before, rows = state["data"]["splits"].get(name, {"rows": 0}), split["rows"]
+        before, rows = trained["data"]["splits"].get(name, {"rows": 0}), split["rows"]
         if before != split and world.is_main:
             and_had = "with other labels" if before["rows"] == rows else f"and had {before['rows']}"
             print(

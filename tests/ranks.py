@@ -283,7 +283,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
     """Model tensors of last.pt, or of best.pt."""
-    return checkpoint.load(folder / f"{name}.pt")["model"]
+    return checkpoint.load(folder / f"{name}.pt").state["model"]
 
 
 def same_run(one: Path, other: Path, files: Sequence[str] = ("last", "best")) -> None:

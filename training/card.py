@@ -1,6 +1,6 @@
 """What a trained model is: its network, classes and preprocessing, as a checkpoint keeps them.
 
-card = read_card(checkpoint.load(path))               # an ImageCard or a TextCard
+card = read_card(checkpoint.load(path).metadata)      # an ImageCard or a TextCard
 model = card.create_model()                           # with random weights
 logits = model(card.prepare(["cat.png"], device))
 """
@@ -36,10 +36,10 @@ class ImageCard:
     std: Sequence[float]
 
     @classmethod
-    def read(cls, state: Mapping[str, Any]) -> ImageCard:
-        """Return the card of a checkpoint, or of plain values of the same names."""
+    def read(cls, metadata: Mapping[str, Any]) -> ImageCard:
+        """Return the card of a checkpoint's metadata."""
         kept = ("classes", "size", "channels", "interpolation", "mean", "std")
-        return cls(arch=state["flags"]["arch"], **{name: state[name] for name in kept})
+        return cls(arch=metadata["flags"]["arch"], **{name: metadata[name] for name in kept})
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
@@ -93,11 +93,11 @@ class TextCard:
     prior: Tensor | None  # (tokens, classes) scores of the Transformer
 
     @classmethod
-    def read(cls, state: Mapping[str, Any]) -> TextCard:
-        """Return the card of a checkpoint, or of plain values of the same names."""
+    def read(cls, metadata: Mapping[str, Any]) -> TextCard:
+        """Return the card of a checkpoint's metadata."""
         kept = ("classes", "tokenizer", "max_len", "pad", "encoder", "prior")
-        own = {name: state["flags"][name] for name in ("arch", "model_args")}
-        return cls(**own, **{name: state[name] for name in kept})
+        own = {name: metadata["flags"][name] for name in ("arch", "model_args")}
+        return cls(**own, **{name: metadata[name] for name in kept})
 
     @cached_property
     def loaded_tokenizer(self) -> Any:
@@ -162,9 +162,9 @@ class TextCard:
 Card = ImageCard | TextCard
 
 
-def read_card(state: Mapping[str, Any]) -> Card:
-    """Return the card of a checkpoint."""
-    return (TextCard if state["script"] == "transformer_test" else ImageCard).read(state)
+def read_card(metadata: Mapping[str, Any]) -> Card:
+    """Return the card of the metadata of a checkpoint."""
+    return (TextCard if metadata["script"] == "transformer_test" else ImageCard).read(metadata)
 
 
 def _source(image: Any) -> Any:

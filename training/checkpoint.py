@@ -1,9 +1,9 @@
 """Checkpoint files that are complete or not there: written to a temporary file, fsynced, renamed.
 
-    save_last(folder, state, keep=2)
-    state = load(folder, script="resnet50_test")    # last.pt, or the newest that is not damaged
+    save_last(folder, content, keep=2)
+    checkpoint = load(folder, script="resnet50_test")    # last.pt, or the newest not damaged
 
-A state holds plain tensors, numbers, strings, lists and dicts only, so that it loads under
+The content is plain tensors, numbers, strings, lists and dicts only, so that it loads under
 weights_only=True.
 """
 
@@ -14,6 +14,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,42 @@ from training.atomic_file import atomic_write
 FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}11"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
+STATE = (*MAPPED, "optimizer_kind", "hook", "scaler", "learner", "batching")
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
+
+
+@dataclass
+class Checkpoint:
+    """What a file holds."""
+
+    file: Path
+    metadata: dict[str, Any]  # plain values: `script`, `flags`, `segments`, `data`, the card's
+    progress: dict[str, Any]  # of `Progress.state_dict`
+    state: dict[str, Any]  # of `TrainState.state_dict`; the tensors of `MAPPED` stay in the file
+    warning: str = ""  # a line, where the file is not the one that was to be read
+    # What is not as in the run that wrote it, by the names of flags: [before, now].
+    changed: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags of the run that wrote it."""
+        return self.metadata["flags"]
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in the order of the outputs."""
+        return self.metadata["classes"]
+
+    @property
+    def splits(self) -> dict[str, Any]:
+        """The fingerprint of each split of the data."""
+        return self.metadata["data"]["splits"]
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights to use: averaged ones, if the run has them."""
+        average = self.state["average"]
+        return average["weights"] if average and average["steps"] else self.state["model"]
 
 
 # -------------------------------------------------------------------- writing
@@ -85,15 +121,14 @@ def latest_files(folder: Path) -> list[Path]:
 # -------------------------------------------------------------------- reading
 
 
-def load(path: Path, script: str = "", *, flag: str = "--resume") -> dict[str, Any]:
-    """The state saved at `path`, on the CPU.
+def load(path: Path, script: str = "", *, flag: str = "--resume") -> Checkpoint:
+    """Read a checkpoint, onto the CPU.
 
-    Of a run folder it is the newest checkpoint that is not damaged; if that is not last.pt, the
-    entry 'warning' is a line that says so. A file that is named is read or refused.
+    Of a run folder it is the newest that is not damaged; if that is not last.pt, `warning` says so.
+    A file that is named is read or refused.
 
     The tensors of the entries `MAPPED` stay in the file until they are used, so that a rank reads
-    its own part alone; the file may get another name meanwhile. The entry 'file' is the path that
-    was read.
+    its own part alone; the file may get another name meanwhile.
 
     Args:
         path: a checkpoint or a run folder.
@@ -105,18 +140,17 @@ def load(path: Path, script: str = "", *, flag: str = "--resume") -> dict[str, A
     damage: list[str] = []
     for file in (latest_files(path) if path.is_dir() else []) or [path]:
         try:
-            state = _load_file(file, script, where=f"{flag} {file}")
+            found = _load_file(file, script, where=f"{flag} {file}")
         except _Damage as error:
             damage.append(f"{file} is damaged ({error})")
             continue
         if path.is_dir() and file.name != "last.pt":
             problem = ", ".join(damage) or f"{path / 'last.pt'} is missing"
-            progress = state["progress"]
-            state["warning"] = (
+            found.warning = (
                 f"warning: {problem}; {file} is used instead, which was written after "
-                f"{progress['epoch']} epochs and {progress['step']} steps"
+                f"{found.progress['epoch']} epochs and {found.progress['step']} steps"
             )
-        return state
+        return found
     raise InputError(
         f"{flag}: {', '.join(damage)}; give the run folder, or its best.pt, or start anew"
     )
@@ -126,7 +160,7 @@ class _Damage(Exception):
     """A file is not what was written."""
 
 
-def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
+def _load_file(path: Path, script: str, *, where: str) -> Checkpoint:
     """`load` of a file.
 
     Raises:
@@ -142,37 +176,34 @@ def _load_file(path: Path, script: str, *, where: str) -> dict[str, Any]:
             changed = archive.testzip()  # by its checksums, which torch does not read
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many types for many kinds of damage
         if isinstance(error, OSError) and error.errno != errno.EIO:
             raise InputError(f"{where}: cannot be read ({error.strerror})") from None
         raise _Damage(f"truncated or not a checkpoint: {first_line(error)}") from None
     if changed is not None:
         raise _Damage(f"{changed} in it does not match its checksum")
-    written = state.get("format") if isinstance(state, dict) else None
+    written = content.pop("format", None) if isinstance(content, dict) else None
     if written != FORMAT:
         raise InputError(
             f"{where}: not a checkpoint of this version of the project ({written}, not {FORMAT}); "
             "give the last.pt or best.pt of a run folder, or use the commit in its config.json"
         )
-    if script and state.get("script", script) != script:
+    if script and content.get("script", script) != script:
         raise InputError(
-            f"{where}: written by {state['script']}.py, not {script}.py; use it with its own script"
+            f"{where}: written by {content['script']}.py, not {script}.py; use it with its own "
+            "script"
         )
-    state["file"] = str(path)
-    return {name: v if name in MAPPED else copy.deepcopy(v) for name, v in state.items()}
-
-
-def trained_weights(state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The weights to use of what `load` returned: averaged ones, if the run has them."""
-    average = state.get("average")
-    return average["weights"] if average and average["steps"] else state["model"]
+    state = {name: content.pop(name, None) for name in STATE}
+    state |= {name: copy.deepcopy(state[name]) for name in STATE if name not in MAPPED}
+    progress, metadata = content.pop("progress", {}), copy.deepcopy(content)
+    return Checkpoint(path, metadata, copy.deepcopy(progress), state)
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
     """Where a checkpoint's run was; None where there is no such file, and where it is damaged."""
     try:
-        return load(path)["progress"]
+        return load(path).progress
     except InputError:
         return None
 

@@ -33,22 +33,23 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     Warns:
         The last checkpoint of the folder is damaged, and the one before it is taken.
     """
-    state, device = checkpoint.load(Path(path), flag="load"), torch.device(device)
-    if "warning" in state:
-        warnings.warn(state["warning"], stacklevel=2)
-    return trained_classifier(state, read_card(state), device, flag="load")
+    found = checkpoint.load(Path(path), flag="load")
+    if found.warning:
+        warnings.warn(found.warning, stacklevel=2)
+    card = read_card(found.metadata)
+    return trained_classifier(found.weights, card, torch.device(device), flag="load")
 
 
 def trained_classifier(
-    state: Mapping[str, Any], card: Card, device: torch.device, *, flag: str
+    weights: Mapping[str, Tensor], card: Card, device: torch.device, *, flag: str
 ) -> Classifier:
-    """Make the model of a card, with the weights of a checkpoint.
+    """Make the model of a card, with its trained weights.
 
     Raises:
         InputError: they do not fit; the message begins with `flag`.
     """
     model = card.create_model()
-    checkpoint.load_into(model, checkpoint.trained_weights(state), "model", flag=flag)
+    checkpoint.load_into(model, weights, "model", flag=flag)
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Classifier(model.eval(), card)
 

@@ -1,21 +1,18 @@
 """The row of an epoch in metrics.jsonl, the result of an epoch, and the summary of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backends.device import peak_memory
+from distributed.world import World
 from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation
+from training.progress import Progress
 from training.step_stats import StepTotals
-
-if TYPE_CHECKING:
-    from training.trainer import Trainer
 
 
 def epoch_columns(
@@ -39,16 +36,24 @@ def is_evaluated(row: Mapping[str, Any]) -> bool:
 
 
 def epoch_row(
-    trainer: Trainer, totals: StepTotals, *, evaluated: Mapping[str, float | None]
+    progress: Progress,
+    totals: StepTotals,
+    world: World,
+    *,
+    lr: float,
+    batch_size: int,
+    evaluated: Mapping[str, float | None],
 ) -> dict[str, Any]:
     """One flat object for the epoch that is over, which is still counted as not done.
 
     Args:
+        progress, world: of the run.
         totals: the epoch's sums over all ranks, without skipped steps; if all of them were skipped,
             loss and accuracy are not a number.
+        lr: learning rate of the last step.
+        batch_size: of all ranks.
         evaluated: what `epoch_columns` returned.
     """
-    progress, world = trainer.progress, trainer.world
     row = {
         "epoch": progress.epoch + 1,
         "step": progress.step,
@@ -65,8 +70,8 @@ def epoch_row(
         row["mean_lambda"] = totals.mix_weight / totals.samples
     return row | {
         **evaluated,
-        "lr": trainer.last_lr(),
-        "batch_size": trainer.batches.size,
+        "lr": lr,
+        "batch_size": batch_size,
         "world_size": world.size,
         "devices": world.devices,
         "peak_memory_bytes": peak_memory(world.device),
@@ -126,16 +131,25 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
     return f"chosen {by}on validation rows"
 
 
-def report_result(trainer: Trainer) -> None:
+def report_result(
+    progress: Progress,
+    world: World,
+    folder: Path,
+    *,
+    is_saved: bool = True,
+    baseline: Mapping[str, Any] | None = None,
+) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
+    Args:
+        progress, world, folder: of the run.
+        is_saved: whether the last checkpoint could be written.
+        baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
     Raises:
-        InputError: the last checkpoint could not be written.
+        InputError: it could not.
     """
-    world, folder = trainer.world, trainer.log.folder
     if not world.is_main:
         return
-    progress, is_saved = trainer.progress, "last" not in trainer.unsaved
     rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
     last = rows[-1] if rows else {}
@@ -155,7 +169,7 @@ def report_result(trainer: Trainer) -> None:
         f"device-hours; run folder {folder}",
         flush=True,
     )
-    found = dict(trainer.metadata.get("baseline", {}))
+    found = dict(baseline or {})
     accuracy = last.get(f"{found.pop('eval_set', '')}_accuracy")
     if accuracy is not None:
         print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)

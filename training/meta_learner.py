@@ -5,20 +5,17 @@ loss_fn = MixedCrossEntropy(lambda labels, **size: meta.mix(labels), False, obse
 meta_learner = MetaLearner(meta, held_out, until=14)                      # for a Trainer
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from backends.precision import Precision
+from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from mixup import MetaMixup
 from training.evaluation import evaluate
-
-if TYPE_CHECKING:
-    from training.trainer import Trainer
 
 
 class MetaLearner:
@@ -50,10 +47,11 @@ class MetaLearner:
         self.is_over |= epoch >= self.until
         return not self.is_over or self.meta.wrong > 0
 
-    def end_epoch(self, trainer: Trainer) -> dict[str, float]:
+    def end_epoch(
+        self, model: nn.Module, *, precision: Precision, world: World, batch_size: int
+    ) -> dict[str, float]:
         """End an epoch of the policy; collective. Return what it adds to the epoch's row."""
-        meta, epoch = self.meta, trainer.progress.epoch + 1
-        meta.row_losses.end_epoch()
+        self.meta.row_losses.end_epoch()
         if not self.is_over:
             found = [torch.empty(3, 0, dtype=torch.float64)]
 
@@ -63,22 +61,24 @@ class MetaLearner:
                 found.append(torch.stack(columns).cpu())
 
             evaluate(
-                trainer.model,
+                model,
                 self.held_out,
-                precision=trainer.precision,
-                world=trainer.world,
-                batch_size=trainer.config.eval_batch_size,
+                precision=precision,
+                world=world,
+                batch_size=batch_size,
                 on_logits=note,
             )
-            of_ranks = torch.cat(trainer.world.all_gather(torch.cat(found, 1)), 1)
+            of_ranks = torch.cat(world.all_gather(torch.cat(found, 1)), 1)
             predicted, confidence, labels = of_ranks.unbind()
-            meta.learn(predicted.long(), confidence, labels.long())
-            if epoch == self.until < trainer.config.epochs:
-                about = f"since about {100 * meta.wrong:.0f} % of their labels are wrong"
-                then = f"mixing goes on, {about}" if meta.wrong else "mixing ends"
-                rows = f"{len(labels)} held-out rows join the training"
-                trainer.log.info(f"from epoch {epoch + 1} on {rows}; {then}")
-        return {"wrong_labels": meta.wrong}
+            self.meta.learn(predicted.long(), confidence, labels.long())
+        return {"wrong_labels": self.meta.wrong}
+
+    def describe_end(self) -> str:
+        """What is different from the epoch `until` on, as a line of the log."""
+        about = f"since about {100 * self.meta.wrong:.0f} % of their labels are wrong"
+        then = f"mixing goes on, {about}" if self.meta.wrong else "mixing ends"
+        rows = f"{len(self.held_out)} held-out rows join the training"
+        return f"from epoch {self.until + 1} on {rows}; {then}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +19,7 @@ from distributed.agreement import on_main
 from distributed.worker import launcher_id
 from distributed.world import World
 from errors import InputError, writing
-from training.checkpoint import latest_files, read_progress
+from training.checkpoint import Checkpoint, latest_files, read_progress
 
 LOCK_FILE = ".lock"  # of a run folder
 
@@ -118,13 +117,13 @@ def is_locked(folder: Path, lock: IO[str]) -> bool:
 
 
 def open_run_folder(
-    out: str | None, script: str, world: World, state: Mapping[str, Any] | None
+    out: str | None, script: str, world: World, checkpoint: Checkpoint | None
 ) -> tuple[Path, IO[str] | None]:
     """Make the run folder and reserve it for this run; collective.
 
     Args:
         out: its path, or None for a default name.
-        state: the checkpoint that the run goes on from, or None.
+        checkpoint: what the run goes on from, or None.
     Returns:
         The folder; and on rank 0 the lock, which holds until it is closed.
     Raises:
@@ -135,7 +134,7 @@ def open_run_folder(
     def reserve() -> Path:
         folder = make_run_folder(out, script)
         locks.append(lock_run_folder(folder))
-        check_overwritten(out, state, again=True)  # another run may have ended in the meantime
+        check_overwritten(out, checkpoint, again=True)  # another run may have ended in the meantime
         return folder
 
     folder = on_main(world, reserve)
@@ -143,7 +142,7 @@ def open_run_folder(
 
 
 def check_overwritten(
-    out: str | None, state: Mapping[str, Any] | None, *, again: bool = False
+    out: str | None, checkpoint: Checkpoint | None, *, again: bool = False
 ) -> None:
     """Check that a run does not overwrite what it is not a part of.
 
@@ -151,15 +150,15 @@ def check_overwritten(
 
     Args:
         out: the run folder, or None for a new one.
-        state: the checkpoint that the run goes on from, or None.
+        checkpoint: what the run goes on from, or None.
         again: some time after it was read, so that its file may have been written anew.
     Raises:
         InputError: the run folder holds another run, or the same run at a later step.
     """
     if out is None:
         return
-    folder, source = Path(out), Path(state["file"] if state else "")
-    if state is None or source.resolve().parent != folder.resolve():
+    folder, source = Path(out), checkpoint.file if checkpoint else Path()
+    if checkpoint is None or source.resolve().parent != folder.resolve():
         is_own = is_run_of(launcher_id(), folder)
         steps = ((read_progress(path) or {"step": None})["step"] for path in latest_files(folder))
         holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
@@ -175,11 +174,11 @@ def check_overwritten(
         if path.samefile(source) and not again:
             return
         later = read_progress(path)
-        if later is not None and later["step"] > state["progress"]["step"]:
+        if later is not None and later["step"] > checkpoint.progress["step"]:
             raise InputError(
-                f"{source} is of step {state['progress']['step']}, but its run has gone on to step "
-                f"{later['step']} ({path.name}), which training on from there would overwrite; "
-                "give --out with another folder"
+                f"{source} is of step {checkpoint.progress['step']}, but its run has gone on to "
+                f"step {later['step']} ({path.name}), which training on from there would "
+                "overwrite; give --out with another folder"
             )
         if path.samefile(source):
             return

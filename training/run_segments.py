@@ -1,6 +1,6 @@
 """The segments of a run: from which step on it was trained with which flags, by which code, where.
 
-    segments = next_segments(state, {"commit": "31dfeba", "torch": "2.15.0"})
+    segments = next_segments(checkpoint, {"commit": "31dfeba", "torch": "2.15.0"})
     segments[-1]    # {"after_epochs": 1, "after_steps": 12, "commit": "31dfeba", ...,
                     #  "changed": {"--label_noise": [0.0, 0.4]}}: the value before, and now
 
@@ -11,27 +11,29 @@ its other entries are those of the last one.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from training.checkpoint import Checkpoint
+
 PLACE = ("after_epochs", "after_steps", "changed")  # what a segment has beside its environment
 
 Segment = dict[str, Any]
 """What is said of a segment: its place, the flags that it changed, and its environment."""
 
 
-def next_segments(state: Mapping[str, Any] | None, environment: Mapping[str, Any]) -> list[Segment]:
+def next_segments(checkpoint: Checkpoint | None, environment: Mapping[str, Any]) -> list[Segment]:
     """The segments of a run, the oldest first, with the one that begins now.
 
     None begins where nothing has changed, as after an interruption on the same machine.
 
     Args:
-        state: the checkpoint that the run goes on from, or None for a new run. Its `changed` maps
-            names of flags to [value before, value now].
+        checkpoint: what the run goes on from, or None for a new run.
         environment: what results depend on beside the flags: commit, versions, device.
     """
-    if state is None:
+    if checkpoint is None:
         return [{"after_epochs": 0, "after_steps": 0, "changed": {}, **environment}]
-    segments, changed, progress = list(state["segments"]), state["changed"], state["progress"]
+    segments, changed = list(checkpoint.metadata["segments"]), checkpoint.changed
     if not changed and not changes_between(segments[-1], environment):
         return segments
+    progress = checkpoint.progress
     done = {"after_epochs": progress["epoch"], "after_steps": progress["step"]}
     return [*segments, {**done, "changed": changed, **environment}]
 

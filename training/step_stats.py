@@ -128,6 +128,10 @@ class ComputeTimer:
         self.spans = []
         return self.seconds
 
+    def go_on(self, seconds: float) -> None:
+        """Go on from what `elapsed` returned in another process."""
+        self.seconds, self.spans = seconds, []
+
     def take_seconds(self) -> float:
         """The seconds since the last call."""
         seconds, self.seconds = self.elapsed(), 0.0

@@ -19,7 +19,6 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,27 +27,30 @@ from torch import Tensor, nn
 from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.execution import without_compilation
 from backends.precision import Precision
-from distributed import ddp, fsdp
-from distributed.agreement import on_main
-from distributed.averaging import RankAverager, Traffic, average_tensors
+from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
-from optimizers.base import CommunicatingOptimizer, global_norm, step_unless_skipped
+from optimizers.base import step_unless_skipped
 from optimizers.schedules import Schedule
-from training import checkpoint, evaluation, probe, recovery, train_state
+from training import evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
-from training.epoch_report import epoch_columns, epoch_row
+from training.checkpoint import Checkpoint
+from training.checkpointer import Checkpointer
+from training.epoch_report import epoch_columns, epoch_row, report_result
 from training.losses import LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
+from training.parallel import choose_parallel
+from training.probe import Probe
 from training.progress import EarlyStop, Progress
 from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
+from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
 DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
@@ -103,18 +105,11 @@ class Trainer:
     def __post_init__(self) -> None:
         world, config = self.world, self.config
         self.model, self.optimizer, self.scaler = self.precision.prepare(self.model, self.optimizer)
-        self.parallel_model: nn.Module = self.model  # `wrap_model` wraps it
-        self.communicating: CommunicatingOptimizer | None = None
-        if isinstance(self.optimizer, CommunicatingOptimizer):
-            self.communicating = self.optimizer
-        # Each rank has weights and optimizer of its own between averagings.
-        self.replicas_diverge = self.communicating is not None or self.comm_hook.replicas_diverge
+        self.parallel = choose_parallel(self.model, self.optimizer, self.comm_hook)
         layers = {name: [*each.parameters(False)] for name, each in self.model.named_modules()}
         self.frozen = {
             name for name, own in layers.items() if own and not any(p.requires_grad for p in own)
         }
-        self.is_sharded = fsdp.is_sharded(self.model)
-        self.sharded_traffic = fsdp.traffic_per_micro_batch(self.model)
         self.sums = StepSums(world.device)
         # The noise scale compares two micro-batches where there are no other ranks.
         least = 2 if config.measure_noise_scale and world.size == 1 else 1
@@ -126,11 +121,11 @@ class Trainer:
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         measures_noise = config.measure_noise_scale
-        self.noise_meter = NoiseMeter(self.parameters, world) if measures_noise else None
+        self.noise_meter = NoiseMeter(self.parallel.parameters, world) if measures_noise else None
         if self.noise_meter is not None:
-            self.comm_hook.observers.append(self.noise_meter.add_bucket)
+            self.parallel.observers.append(self.noise_meter.add_bucket)
         if self.compute_timer is not None:
-            self.comm_hook.observers.append(self.compute_timer.gradients_ready)
+            self.parallel.observers.append(self.compute_timer.gradients_ready)
         self.graph: CudaGraphRunner | None = None
         if config.record_cuda_graph:
             say = self.log.info if config.may_fall_back else None
@@ -140,21 +135,31 @@ class Trainer:
         self.average = WeightAverage(self.model, decay) if decay else None
         self.vote, self.has_diverged = StopVote(world), False
         self.num_skipped, self.sound_statistics = 0, self.copied_statistics()
-        self.unsaved: set[str] = set()  # of 'last' and 'best', what the last save failed to write
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The optimizer's parameters, in the order in which its state numbers them."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parts = TrainState(
+            world,
+            parallel=self.parallel,
+            batches=self.batches,
+            sums=self.sums,
+            scaler=self.scaler,
+            average=self.average,
+            meta_learner=self.meta_learner,
+            compute_timer=self.compute_timer,
+        )
+        self.checkpointer = Checkpointer(
+            self.parts, self.progress, self.log, metadata=self.metadata, keep=config.keep
+        )
+        self.probe = Probe(
+            self.model, world, self.micro_batches, self.forward_backward, log=self.log
+        )
 
     # ---------------------------------------------------------------- the run
 
-    def fit(self, checkpoint: dict[str, Any] | None = None) -> None:
+    def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train until the run is over.
 
         Args:
-            checkpoint: a state to go on from, as `training.checkpoint.load` returns it; it is empty
-                afterwards.
+            checkpoint: what to go on from, as `training.checkpoint.load` returns it; its state is
+                empty afterwards.
         Raises:
             Interrupted: a stop signal came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
@@ -169,7 +174,7 @@ class Trainer:
                     stop = self.train_epoch(signals)
                 except Diverged:
                     recovery.roll_back(self.progress, self.restore_last, self.log)
-                    train_state.save(self)
+                    self.checkpointer.save()
                     continue
                 with self.world.waiting_at_most(self.world.limits.start):
                     self.finish_epoch()
@@ -187,25 +192,49 @@ class Trainer:
         has_ended = self.early_stop.reason(rows, since=self.progress.since)
         return len(rows) >= self.config.epochs or bool(has_ended)
 
-    def begin(self, checkpoint: dict[str, Any] | None) -> None:
+    def begin(self, checkpoint: Checkpoint | None) -> None:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""
-        if self.world.device.type == "cuda" and not self.is_sharded:
-            probe.fit_memory(self)
-            limits = self.world.all_gather(self.micro_batches.limit)
+        world, largest = self.world, self.batches.largest_share
+        if world.device.type == "cuda" and not self.parallel.passes_communicate:
+            self.probe.fit_memory(
+                self.train_set,
+                largest=max(largest, self.micro_batches.limit or 0),
+                epoch=self.config.epochs - 1,
+                records_steps=self.graph is not None,
+            )
+            limits = world.all_gather(self.micro_batches.limit)
             self.micro_batches.limit = min(filter(None, limits), default=None)
         self.wrap_model()
-        self.world.set_time_limit(self.world.limits.start)  # by now all process groups are made
+        world.set_time_limit(world.limits.start)  # by now all process groups are made
         if checkpoint is None:
-            train_state.save(self)  # first, so that every run that has a log can be resumed
+            self.checkpointer.save()  # first, so that every run that has a log can be resumed
         else:  # after wrapping, which gives every rank the buffers of rank 0
-            probe.lay_out_buckets(self, steps=checkpoint["progress"]["step"])
+            steps = checkpoint.progress["step"]
+            module = self.parallel.module
+            self.probe.lay_out_buckets(module, self.train_set, largest=largest, steps=steps)
             self.restore(checkpoint)
-            path = Path(checkpoint["file"])
-            train_state.settle_files(self, path)
-            if path.resolve().parent != self.log.folder.resolve():
-                train_state.save(self)
-            checkpoint.clear()  # it would keep its file on the disk when another takes the name
+            self.checkpointer.settle_files(checkpoint.file)
+            checkpoint.state.clear()  # else its file would stay on the disk after it is replaced
         self.log.begin(self.progress.rows, epochs=self.config.epochs)
+
+    def wrap_model(self) -> None:
+        """Wrap the model for data parallelism, once the micro-batches are known; collective."""
+        several = self.world.all_gather(self.micro_batches.several)
+        self.parallel.wrap(accumulates=any(several))
+
+    def report(self) -> None:
+        """Print the result of the run (rank 0).
+
+        Raises:
+            InputError: the last checkpoint could not be written.
+        """
+        report_result(
+            self.progress,
+            self.world,
+            self.log.folder,
+            is_saved="last" not in self.checkpointer.unsaved,
+            baseline=self.metadata.get("baseline"),
+        )
 
     def train_epoch(self, signals: list[int]) -> bool:
         """Do the steps of this epoch that are not yet done.
@@ -219,8 +248,7 @@ class Trainer:
         progress = self.progress
         self.model.train()
         self.num_skipped, self.sound_statistics = 0, self.copied_statistics()
-        if self.communicating is not None:
-            self.communicating.start_epoch(progress.epoch)
+        self.parallel.start_epoch(progress.epoch)
         self.batches.start_epoch(progress.epoch)
         if isinstance(self.loss_fn, MixedCrossEntropy):
             begins_or_ends = self.loss_fn.start_epoch(progress.epoch)
@@ -255,7 +283,7 @@ class Trainer:
                     self.guard_statistics(skipped)
                     totals = self.sums.totals(self.world)
                     if not totals.skipped_in_a_row:  # else a return would find diverged weights
-                        train_state.save(self)
+                        self.checkpointer.save()
                     self.clock.start()
                 agreed = self.vote.ask(self.wish(signals))
                 if agreed == DIVERGED:
@@ -295,7 +323,7 @@ class Trainer:
             InputError: the batch is too small for BatchNorm, or too large for the memory.
         """
         number, is_again = None, False
-        if self.is_sharded and samples is not None:
+        if self.parallel.passes_communicate and samples is not None:
             number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
         while True:
             try:
@@ -305,7 +333,7 @@ class Trainer:
                     self.graph(inputs, labels, weight=weight)
                     return
                 step_sums = self.forward_backward(
-                    self.parallel_model, inputs, labels, weight, num_micro_batches=number
+                    self.parallel.module, inputs, labels, weight, num_micro_batches=number
                 )
                 break
             except torch.cuda.OutOfMemoryError:
@@ -314,7 +342,7 @@ class Trainer:
                     raise InputError(
                         f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs"
                     ) from None
-                probe.halve_micro_batch(self, len(labels))
+                self.probe.halve_micro_batch(len(labels))
                 is_again = True
         if self.compute_timer is not None:
             self.compute_timer.stop()
@@ -322,7 +350,7 @@ class Trainer:
 
     def _whole_step(self, inputs: Tensor, labels: Tensor, weight: float) -> None:
         """A step without its exceptions, which waits for nothing: what a CUDA graph records."""
-        self.optimizer_step(self.forward_backward(self.parallel_model, inputs, labels, weight))
+        self.optimizer_step(self.forward_backward(self.parallel.module, inputs, labels, weight))
 
     def forward_backward(
         self,
@@ -344,7 +372,7 @@ class Trainer:
         micro_batches = self.micro_batches.split(inputs, labels, number=num_micro_batches)
         for number, (x, y) in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
-            ddp.set_gradient_sync(model, is_last)
+            self.parallel.sync_next(is_last)
             try:
                 with self.precision.autocast():
                     output = self.loss_fn(model, x, y)
@@ -356,7 +384,6 @@ class Trainer:
                 ) from None
             share = weight * len(y) / len(labels)
             self.scaler.scale(output.loss * share).backward()
-            self.world.traffic += self.sharded_traffic[is_last]
             sums.loss += output.loss.detach() * len(y)
             sums.num_correct += output.num_correct
             if output.mix_weight is not None:
@@ -381,13 +408,10 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         gradients = self.gradients()
-        norm = global_norm(gradients)
-        if self.is_sharded:
-            norm = norm.full_tensor()  # type: ignore[attr-defined]
+        norm = self.parallel.norm(gradients)
         skip = ~torch.isfinite(norm)
         if self.config.max_grad_norm:
-            if self.communicating is not None:  # the root of the mean square over the ranks
-                norm = (self.world.sum(norm.square()) / self.world.size).sqrt()
+            norm = self.parallel.clipping_norm(norm)
             factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, factor)
         if self.scaler.is_enabled():
@@ -395,19 +419,16 @@ class Trainer:
             self.scaler.update()
         else:
             step_unless_skipped(self.optimizer, skip)
-        if self.communicating is not None:
-            skip = self.communicating.skipped > 0
-            self.world.traffic += self.communicating.take_traffic()
+        skip = self.parallel.finish_step(skip)
         if self.noise_meter is not None:
             square = torch.where(step_sums.inverse_small > 0, norm.square(), 0)
             step_sums.big_square.copy_(square)
-        self.comm_hook.after_step(self.parameters)
         self.optimizer.zero_grad(set_to_none=True)
         self.sums.add_step(step_sums, skip)
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the parameters that have one."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [each.grad for each in self.parallel.parameters if each.grad is not None]
 
     def scheduled_lr(self) -> float:
         """The learning rate of the step about to be done."""
@@ -436,24 +457,37 @@ class Trainer:
         """Evaluate if it is due, decide the next epoch's batches, save, write the epoch's row."""
         progress = self.progress
         totals = self.sums.totals(self.world)
-        train_state.renew_folder(self)
+        self.checkpointer.renew_folder()
         try:
             evaluated = self.evaluate_if_due()
         except InputError:  # a broken file of the evaluation set costs no epoch
-            if not self.is_sharded and not self.may_have_diverged(totals):
-                train_state.save(self)
+            if not self.parallel.passes_communicate and not self.may_have_diverged(totals):
+                self.checkpointer.save()
             raise
         learned: dict[str, float] = {}
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
             before = self.meta_learner.meta.wrong
-            learned = self.meta_learner.end_epoch(self)
+            learned = self.meta_learner.end_epoch(
+                self.model,
+                precision=self.precision,
+                world=self.world,
+                batch_size=self.config.eval_batch_size,
+            )
+            if progress.epoch + 1 == self.meta_learner.until < self.config.epochs:
+                self.log.info(self.meta_learner.describe_end())
             if self.graph is not None and self.meta_learner.meta.wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
-        row = epoch_row(self, totals, evaluated=evaluated) | learned
-        if self.communicating is not None:
-            row |= self.communicating.epoch_metrics()
+        row = epoch_row(
+            progress,
+            totals,
+            self.world,
+            lr=self.last_lr(),
+            batch_size=self.batches.size,
+            evaluated=evaluated,
+        )
+        row |= learned | self.parallel.epoch_metrics()
         row["skipped_steps"] = math.ceil(totals.skipped)
         if totals.skipped:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
@@ -474,7 +508,7 @@ class Trainer:
         self.sums.start_epoch()
         has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
         if has_trained and (not self.may_have_diverged(totals) or self.is_over()):
-            train_state.save(self, previous_best=previous_best)
+            self.checkpointer.save(previous_best=previous_best)
         elif previous_best is not None:  # the epoch is done anew after a return
             progress.best = previous_best
         self.log.epoch(progress.rows)
@@ -483,13 +517,15 @@ class Trainer:
         """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""
         number = self.progress.epoch + 1
         with self.clock.evaluating():
-            self.sync_replicas()  # after each epoch, so that evaluating changes no training
+            self.parallel.sync_replicas(
+                self.statistics()
+            )  # after each epoch, so that evaluating changes no training
             if number % self.config.eval_every == 0 or number == self.config.epochs:
                 return self.evaluate()
             return epoch_columns(dict.fromkeys(self.eval_sets), self.num_classes)
 
     def evaluate(self) -> dict[str, float | None]:
-        """The metrics on each evaluation set, after `sync_replicas`.
+        """The metrics on each evaluation set, after the ranks' weights have been made the same.
 
         They are those of the averaged weights where the run averages them. After the last epoch
         they are there over several views of each image as well, where the run has them. The log
@@ -520,18 +556,6 @@ class Trainer:
             for name, data in self.eval_sets.items()
         }
 
-    def sync_replicas(self) -> None:
-        """Give all ranks the same weights and BatchNorm statistics; collective.
-
-        The averages of the weights have statistics of their own, which are made the same as well.
-        """
-        average_tensors(self.statistics(), RankAverager())
-        if self.communicating is not None:
-            self.communicating.average_weights()
-            self.world.traffic += self.communicating.take_traffic()
-        else:
-            self.comm_hook.sync_replicas(self.parameters)
-
     def log_progress(self, bar: Any) -> None:
         """Show the sums so far, and stop a series of non-finite steps.
 
@@ -540,7 +564,7 @@ class Trainer:
         """
         totals = self.sums.read()
         self.has_diverged = totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
-        if self.has_diverged and not self.comm_hook.replicas_diverge:
+        if self.has_diverged and not self.parallel.skips_apart:
             raise Diverged
         self.guard_statistics(int(totals.skipped))
         if totals.samples:
@@ -573,55 +597,27 @@ class Trainer:
                 each.copy_(torch.where(each.isfinite(), each, sound))
         self.num_skipped, self.sound_statistics = num_skipped, self.copied_statistics()
 
-    # ---------------------------------------------------------------- parallelism and memory
-
-    def wrap_model(self) -> None:
-        """Wrap the model for data parallelism; collective.
-
-        Called once it is known whether a step has several micro-batches. A sharded model is not
-        wrapped, nor is one whose optimizer communicates by itself.
-        """
-        if self.communicating is not None or self.is_sharded:
-            return
-        several = any(self.world.all_gather(self.micro_batches.several))
-        self.parallel_model = ddp.wrap(
-            self.model,
-            self.world,
-            hook=self.comm_hook,
-            static_graph=not several,
-        )
-        self.comm_hook.start(self.parameters)
-
     # ---------------------------------------------------------------- recovering
 
-    def restore(self, checkpoint: dict[str, Any]) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        train_state.load_state_dict(self, checkpoint)
+        self.parts.load_state_dict(checkpoint.state)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
-        self.progress.load_state_dict(checkpoint["progress"])
+        self.progress.load_state_dict(checkpoint.progress)
         chosen_by = self.early_stop.chosen_by
         if self.progress.best.get("chosen_by", chosen_by) != chosen_by:
             self.progress.since = len(self.progress.rows)  # epochs which another column judged
         elif best_epoch := self.progress.best["epoch"]:
             # back at the column that chose the best epoch, before any epoch had ended
             self.progress.since = min(self.progress.since, best_epoch - 1)
-        self.progress.rescale_epoch(checkpoint["batching"]["size"], self.batches.size)
+        self.progress.rescale_epoch(checkpoint.state["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:
-        """Return to the last checkpoint; rank 0 sends it where not all nodes have it."""
+        """Return to the last checkpoint; collective."""
         self.vote.finish()
-        folder, script = self.log.folder, self.metadata["script"]
-        with self.world.waiting_at_most(self.world.limits.start):
-            content = checkpoint.load(folder, script) if checkpoint.latest_files(folder) else {}
-            seconds = content.get("progress", {}).get("seconds")  # which no two checkpoints share
-            found = self.world.all_gather(seconds)
-            if None in found or len(set(found)) > 1:
-                content = on_main(self.world, lambda: checkpoint.load(folder, script))
-        if "warning" in content:
-            self.log.info(content["warning"])
-        self.restore(content)
+        self.restore(self.checkpointer.load_last())
         self.sums.skipped_in_a_row.zero_()
         self.has_diverged = False
 
@@ -632,11 +628,11 @@ class Trainer:
             Interrupted: always.
         """
         self.guard_statistics(int(self.sums.read().skipped))
-        train_state.save(self)
+        self.checkpointer.save()
         epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch
         kept = "could not be written, an older one is kept, if there is one"
         raise Interrupted(
             f"interrupted in epoch {epoch}, step {step}; last.pt "
-            f"{kept if self.unsaved else 'is written'}, go on with --resume "
+            f"{kept if self.checkpointer.unsaved else 'is written'}, go on with --resume "
             f"{shlex.quote(str(self.log.folder))}"
         )

@@ -37,7 +37,12 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay, self.steps = decay, 0
+        self.decay = decay
+        self.start(model)
+
+    def start(self, model: nn.Module) -> None:
+        """Begin anew with a model."""
+        self.steps = 0
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.paired: nn.Module | None = None  # whose values stand beside the averages
 

@@ -11,6 +11,7 @@ import resnet50_test
 from cli import options
 from distributed.worker import launcher_id
 from errors import InputError
+from training.checkpoint import Checkpoint
 from training.run_folder import check_overwritten
 
 SMALL = "--dataset digits --arch resnet20 --epochs 3 --device cpu".split()
@@ -42,8 +43,8 @@ def delete_checkpoints(folder: Path) -> None:
 
 def parse(*words: object) -> tuple[str | None, str | None]:
     """The run folder of these flags, and the checkpoint that the run goes on from."""
-    args, state = options.parse(resnet50_test.parser(), "resnet50_test", [*SMALL, *map(str, words)])
-    return args.out, state and state["file"]
+    args, found = options.parse(resnet50_test.parser(), "resnet50_test", [*SMALL, *map(str, words)])
+    return args.out, found and str(found.file)
 
 
 def test_a_restarted_job_goes_on_with_its_own_run_and_no_other(runs, restarted):
@@ -98,9 +99,9 @@ def test_resume_auto_goes_on_where_out_holds_a_checkpoint_and_starts_where_it_do
     own = copy_run(runs["images"], "mine", "another-job")
     for where in (["--out", "mine"], ["--recipe", "recipe.yaml"]):
         assert parse("--resume", "auto", *where) == ("mine", str(own / "last.pt"))
-    state = {"file": str(own / "last.pt"), "progress": {"step": 0}}
+    found = Checkpoint(own / "last.pt", {}, progress={"step": 0}, state={})
     with pytest.raises(InputError, match="gone on to step"):  # it has been written since
-        check_overwritten("mine", state, again=True)
+        check_overwritten("mine", found, again=True)
     delete_checkpoints(own)
     for _ in range(2):
         with pytest.raises(InputError, match="already holds a run"):

@@ -89,7 +89,7 @@ def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished
         console = resnet("--resume", name, "--epochs 4 --lr 3", more)
         assert reported(console)["best"].startswith(f"best.pt: {best} accuracy ")
         folder = Path("other" if "--out" in more else name)
-        stored = checkpoint.load(folder / "best.pt")["progress"]["epoch"]
+        stored = checkpoint.load(folder / "best.pt").progress["epoch"]
         assert best.startswith(f"epoch {stored},")
         told = "is not in other: the best epoch is chosen from here on"
         assert (told in console) == (name == "left")
@@ -127,7 +127,7 @@ def test_the_metric_of_the_flag_chooses_the_best_epoch(here, monkeypatch):
         assert line.startswith(f"best.pt: epoch {epoch}, ")
         by = "" if metric == "accuracy" else f" by {evaluation.METRIC_NAMES[metric]}"
         assert line.endswith(f"(chosen{by} on the test set, so it is optimistic)")
-        assert checkpoint.load(here / metric / "best.pt")["progress"]["epoch"] == epoch
+        assert checkpoint.load(here / metric / "best.pt").progress["epoch"] == epoch
         assert read_run(here / metric).best_row()["epoch"] == epoch, "also in a report"
 
 
@@ -180,7 +180,7 @@ def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monk
     fill_the_disk(monkeypatch, lambda path: path.name == "best.pt" and next(number) == 2)
     console = resnet(WORSE_AT_THE_END, "--epochs 4 --lr 0.01 --out run")
     assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
-    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
+    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test").progress["epoch"] == 3
 
 
 def test_a_run_whose_files_could_not_be_written_ends_with_2_and_says_so(here, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_folder_that_is_gone_is_made_again_by_the_next_save(here, monkeypatch)
     console = resnet(WORSE_AT_THE_END, "--epochs 3 --lr 0.01 --out run")
     assert "was gone, with its files, and is made again" in console
     assert reported(console)["best"].startswith("best.pt: epoch 3, test accuracy 50.00 %")
-    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test")["progress"]["epoch"] == 3
+    assert checkpoint.load(here / "run" / "best.pt", "resnet50_test").progress["epoch"] == 3
     assert [row["epoch"] for row in ranks.metrics(here / "run")] == [1, 2, 3]
     assert (here / "run" / "config.json").exists()
 
@@ -244,7 +244,7 @@ def test_first_layer_of_vgg8_is_made_from_the_training_images_and_kept(here):
 
 
 def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied):
-    best = checkpoint.load(copied / "best.pt")["progress"]["epoch"]
+    best = checkpoint.load(copied / "best.pt").progress["epoch"]
     first = ranks.metrics(copied)
     flags = f"--resume {copied} --checkpoint best --lr 0.01"
     assert "would overwrite; give --out" in resnet(flags, code=2)

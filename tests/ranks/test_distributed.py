@@ -14,7 +14,6 @@ from distributed import world
 from distributed.world import StopVote, World
 from errors import InputError
 from trainers import flat, make_trainer, text_batch, text_model, trainer_of
-from training import probe
 from training.losses import CrossEntropy
 from training.progress import device_hours
 from training.step_stats import StepSums
@@ -29,7 +28,7 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
     mine = torch.arange(rows)[world.rank :: world.size]
     for _ in range(2):  # the second backward of a static graph takes another path than the first
         model.zero_grad(set_to_none=True)
-        trainer.forward_backward(trainer.parallel_model, inputs[mine], labels[mine])
+        trainer.forward_backward(trainer.parallel.module, inputs[mine], labels[mine])
         for (name, expected), given in zip(alone.named_parameters(), model.parameters()):
             torch.testing.assert_close(given.grad, expected.grad, rtol=1e-6, atol=1e-9, msg=name)
 
@@ -48,7 +47,7 @@ def each_rank_finds_its_own_micro_batch(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = memory_loss(3 if world.rank == 1 else 8)
     trainer = make_trainer(model, optimizer, world, loss_fn=loss_fn)
-    probe.try_batch(trainer, trainer.model, *text_batch(8))
+    trainer.probe.try_batch(trainer.model, *text_batch(8))
     assert trainer.micro_batches.number(8) == (4 if world.rank == 1 else 1)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -73,7 +72,7 @@ def test_a_batch_that_is_tried_leaves_no_trace():
     before = [value.clone() for value in model.state_dict().values()]
     state = torch.get_rng_state()
     inputs = torch.randn(8, 6, generator=torch.Generator())
-    probe.try_batch(trainer, model, inputs, torch.arange(8) % 3)
+    trainer.probe.try_batch(model, inputs, torch.arange(8) % 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), before))
     assert all(p.grad is None for p in model.parameters())
@@ -106,7 +105,7 @@ def sums_and_votes(world):
     trainer = trainer_of(model, world)
     model.register_buffer("constant", torch.tensor(float(world.rank)))
     model.running_mean.fill_(world.rank)
-    trainer.sync_replicas()
+    trainer.parallel.sync_replicas(trainer.statistics())
     assert (model.constant, *model.running_mean) == (world.rank, *2 * [(world.size - 1) / 2])
 
 

@@ -20,7 +20,6 @@ from distributed.diloco import DiLoCo
 from distributed.world import World
 from slamb_oracle import rounded
 from trainers import flat, make_trainer
-from training import train_state
 from training.trainer import Trainer
 
 
@@ -58,7 +57,7 @@ def mean_gradient(model: nn.Module, step: int, size: int) -> Tensor:
 
 
 def assert_ranks_agree(world: World, trainer: Trainer) -> None:
-    weights = flat(trainer.parameters)
+    weights = flat(trainer.parallel.parameters)
     assert torch.equal(world.sum(weights.clone()), weights * world.size)
 
 
@@ -66,10 +65,10 @@ def the_wire_has_what_it_says(world: World) -> None:
     for name, tolerance in (("none", 1e-6), ("bf16", 0.02), ("fp16", 2e-3)):
         hook = AllReduceHook(world, name)
         trainer = trainer_of(world, hook)
-        before, world.traffic = flat(trainer.parameters), Traffic()
+        before, world.traffic = flat(trainer.parallel.parameters), Traffic()
         expected = -0.5 * mean_gradient(trainer.model, 0, world.size)
         trainer.train_step(*batch(0, world.rank))
-        moved = flat(trainer.parameters) - before
+        moved = flat(trainer.parallel.parameters) - before
         assert (moved - expected).norm() < tolerance * expected.norm(), name
         assert world.traffic.payload == len(before) * (4 if name == "none" else 2)
         assert_ranks_agree(world, trainer)
@@ -114,14 +113,14 @@ def local_steps_average_weights_now_and_then(world: World) -> None:
         world.traffic = Traffic()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
             trainer.train_step(*batch(number, world.rank))
-        weights = flat(trainer.parameters)
+        weights = flat(trainer.parallel.parameters)
         mean = world.sum(weights.clone()) / world.size
         averaged = number <= 2 or (number - 2) % 3 == 0
         assert torch.allclose(weights, mean, atol=1e-6) == averaged, number
         assert world.traffic.payload == (4 * len(weights) if averaged else 0), number
         assert sent.called == averaged, "a step alone waits for nobody"
-    trainer.sync_replicas()
-    torch.testing.assert_close(flat(trainer.parameters), mean)
+    trainer.parallel.sync_replicas(trainer.statistics())
+    torch.testing.assert_close(flat(trainer.parallel.parameters), mean)
 
 
 def training_goes_on_after_a_bad_step_which_all_skip(world: World) -> None:
@@ -157,11 +156,11 @@ def a_run_goes_on_with_another_hook(world: World) -> None:
         trainer, other = (trainer_of(world, hook(world)) for hook in (before, after))
         for number in range(4):
             trainer.train_step(*batch(number, world.rank))
-        state = world.broadcast(train_state.state_dict(trainer))
-        train_state.load_state_dict(other, copy.deepcopy(state))
-        weights, expected = (world.sum(flat(each.parameters)) for each in (other, trainer))
+        state = world.broadcast(trainer.parts.state_dict())
+        other.parts.load_state_dict(copy.deepcopy(state))
+        weights, expected = (world.sum(flat(each.parallel.parameters)) for each in (other, trainer))
         torch.testing.assert_close(weights, expected)
-        for number in range(4, 4 + (5 if other.replicas_diverge else 1)):  # the sixth is outer
+        for number in range(4, 9 if other.parallel.replicas_diverge else 5):  # the sixth is outer
             other.train_step(*batch(number, world.rank))
             if getattr(other.comm_hook, "steps", 0) % 3 == 0:
                 assert_ranks_agree(world, other)

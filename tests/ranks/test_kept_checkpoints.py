@@ -29,7 +29,7 @@ def copied(finished: Path, here: Path) -> Path:
 
 
 def epochs(folder: Path) -> dict[str, int]:
-    return {path.name: checkpoint.load(path)["progress"]["epoch"] for path in folder.glob("*.pt")}
+    return {path.name: checkpoint.load(path).progress["epoch"] for path in folder.glob("*.pt")}
 
 
 def test_a_damaged_or_missing_last_checkpoint_is_passed_over(finished, copied):
@@ -73,6 +73,6 @@ def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied)
     flip(copied / "last.pt")
     console = run(resnet50_test, "--resume", copied, "--lr 1e-9")
     assert f"best.pt of epoch 2 is not in {copied}: the best epoch is chosen" in console
-    best, last = (checkpoint.load(copied / f"{name}.pt")["progress"] for name in ("best", "last"))
+    best, last = (checkpoint.load(copied / f"{name}.pt").progress for name in ("best", "last"))
     assert best["best"] == last["best"]
     assert best["rows"] == last["rows"][: best["epoch"]]

@@ -167,7 +167,7 @@ def test_a_broken_file_of_the_test_set_costs_no_epoch(tmp_path):
     words = f"resnet50_test.py {flags} --epochs 1 --threads 1 --workers 0 --no-baseline"
     console = ranks.run(words, tmp_path, 2, expected=2)
     assert console.splitlines()[-1].startswith("error: mine/test/b/11.png: not a readable image")
-    assert checkpoint.load(tmp_path / "run")["progress"]["step"] == 3
+    assert checkpoint.load(tmp_path / "run").progress["step"] == 3
 
 
 @each_of(

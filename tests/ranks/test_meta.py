@@ -173,7 +173,8 @@ def all_ranks_learn_one_policy(world: World) -> None:
     for rows, (tokens, labels) in zip(plan, Texts(64).batches(plan)):
         trainer.train_step(tokens, labels, rows=rows)
     assert meta.row_losses.sums[1].count_nonzero() == 64 // world.size, "of this rank's rows"
-    learner.end_epoch(trainer)
+    how = {"precision": trainer.precision, "world": world, "batch_size": 128}
+    learner.end_epoch(model, **how)
     assert (meta.row_losses.excess != 0).all()
     model.eval()
     (tokens, labels), *_ = Texts(30).batches([torch.arange(30)])

@@ -60,7 +60,7 @@ def test_every_way_to_train_goes_on_bit_for_bit(finished, tmp_path):
         size, command = WAYS[way]
         whole, folder = finished(way), tmp_path / f"{way}-{place}"
         script = command.split()[0]
-        found = [checkpoint.load(path)["progress"] for path in checkpoint.latest_files(whole)]
+        found = [checkpoint.load(path).progress for path in checkpoint.latest_files(whole)]
         within = [i for i, p in enumerate(found) if p["epoch"] == 1 and p["step_in_epoch"] > 1]
         number = within[0 if place == "end" else len(within) // 2]
         (folder / "run").mkdir(parents=True)
@@ -79,7 +79,7 @@ def test_the_loss_scale_goes_on(here):
     state["ranks"][0]["scaler"]["scale"] = 128.0  # of each rank its own
     torch.save(state, "run/last.pt")
     ranks.run("resnet50_test.py --resume run --epochs 2", here)
-    assert checkpoint.load(here / "run")["scaler"]["scale"] == 128.0
+    assert checkpoint.load(here / "run").state["scaler"]["scale"] == 128.0
 
 
 # -------------------------------------------------------------------- kills
@@ -158,7 +158,7 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
 def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished, tmp_path):
     """The fourth epoch is better than the third; wrong weights or moments would not be."""
     shutil.copytree(finished(way), tmp_path / "run", symlinks=True)
-    parts = [part["optimizer"] for part in checkpoint.load(tmp_path / "run")["ranks"]]
+    parts = [part["optimizer"] for part in checkpoint.load(tmp_path / "run").state["ranks"]]
     if parts[0]:
         first, second = (
             [t for state in part["state"].values() for t in state.values() if torch.is_tensor(t)]

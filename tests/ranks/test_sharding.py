@@ -16,7 +16,6 @@ from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
-from training import train_state
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
@@ -54,7 +53,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_parameters(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([whole(parameter.detach()).flatten() for parameter in trainer.parameters])
+    return torch.cat(
+        [whole(parameter.detach()).flatten() for parameter in trainer.parallel.parameters]
+    )
 
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -68,11 +69,14 @@ def shards_train_as_copies_do(world, parallel, local_size):
         copies, shards = (trained(world, kind, name, **options) for kind in ("ddp", parallel))
         assert_close(whole_parameters(shards), whole_parameters(copies))
         assert_close(shards.sums.values, copies.sums.values)
-        held = sum(parameter.to_local().numel() for parameter in shards.parameters)
-        assert held <= sum(parameter.numel() for parameter in shards.parameters) / local_size * 1.1
+        held = sum(parameter.to_local().numel() for parameter in shards.parallel.parameters)
+        assert (
+            held
+            <= sum(parameter.numel() for parameter in shards.parallel.parameters) / local_size * 1.1
+        )
         assert [fsdp.is_sharded(each.model) for each in (copies, shards)] == [False, True]
     weights, all_of_it = fsdp.traffic_per_micro_batch(shards.model)
-    size, nodes = 8 * len(flat(copies.parameters)), world.size // local_size
+    size, nodes = 8 * len(flat(copies.parallel.parameters)), world.size // local_size
     within, between = 1 - 1 / local_size, 2 * (1 - 1 / nodes) / local_size  # nodes
     assert all_of_it.wire - weights.wire == (within + between) * size
 
@@ -110,7 +114,7 @@ def two_ranks(world, folder):
     shares_of_unequal_size_have_as_many_micro_batches(world)
     bytes_and_precision_of_the_wire(world)
     trainer = trained(world, "fsdp", "adamw")
-    state, parameters = train_state.state_dict(trainer), whole_parameters(trainer)
+    state, parameters = trainer.parts.state_dict(), whole_parameters(trainer)
     if world.is_main:
         torch.save((state, parameters), folder / "state.pt")
 
@@ -119,9 +123,9 @@ def a_checkpoint_fits_any_ranks(world, folder, parallel):
     """Weights and moments, bit for bit; they are of two ranks with shards."""
     trainer = trainer_of(world, parallel, "adamw")
     expected, parameters = torch.load(folder / "state.pt")
-    train_state.load_state_dict(trainer, copy.deepcopy(expected))
+    trainer.parts.load_state_dict(copy.deepcopy(expected))
     assert torch.equal(whole_parameters(trainer), parameters)
-    found = train_state.state_dict(trainer)
+    found = trainer.parts.state_dict()
     if world.is_main:
         torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)
         moments, before = (each["optimizer"]["state"] for each in (found, expected))

@@ -329,7 +329,7 @@ def the_step_clips_by_the_global_norm(world: World) -> None:
         ours = SLAMB(model.parameters(), dense_steps=1, wire_dtype=torch.float32)
         trainer = make_trainer(model, ours, world, max_grad_norm=clip)
         trainer.wrap_model()
-        assert trainer.parallel_model is model
+        assert trainer.parallel.module is model
         set_gradients(mine, 0, world.rank)
         norm = torch.stack([p.grad.square().sum() for p in mine]).sum()
         norm = (world.sum(norm) / world.size).sqrt().item()
@@ -340,7 +340,7 @@ def the_step_clips_by_the_global_norm(world: World) -> None:
             torch.testing.assert_close(ours.state[p]["exp_avg"], m, rtol=1e-4, atol=1e-9)
         train(ours, range(1, 2), world.rank)
         assert not agree(world, mine)
-        trainer.sync_replicas()
+        trainer.parallel.sync_replicas(trainer.statistics())
         assert agree(world, mine)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from conftest import SHORT, for_each, write_images
@@ -92,11 +93,11 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_pa
     Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
     (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
-    state = checkpoint.load(copies["images"])
-    state["flags"]["sync"] = "lag"  # which was removed
-    checkpoint.save(copies["images"] / "gone.pt", state)
-    state["flags"] |= {"sync": "sync", "mixup": "meta", "mixup_args": {"policy": "pair"}}
-    checkpoint.save(copies["images"] / "former.pt", state)  # of former settings
+    content = torch.load(copies["images"] / "last.pt", weights_only=True)
+    content["flags"]["sync"] = "lag"  # which was removed
+    checkpoint.save(copies["images"] / "gone.pt", content)
+    content["flags"] |= {"sync": "sync", "mixup": "meta", "mixup_args": {"policy": "pair"}}
+    checkpoint.save(copies["images"] / "former.pt", content)  # of former settings
     cases = [(name, extra.format(**copies), names) for name, extra, names in UNFIT]
     for_each(cases, lambda *case: refused(*case, base="--device cpu --threads 1"))
 

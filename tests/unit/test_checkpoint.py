@@ -35,16 +35,17 @@ def save(folder: Path, *seeds: int, keep: int = 1) -> None:
 
 def kept(folder: Path) -> dict[str, int]:
     """The seeds of what the files of a folder hold."""
-    return {path.name: checkpoint.load(path)["seed"] for path in folder.iterdir()}
+    return {path.name: checkpoint.load(path).metadata["seed"] for path in folder.iterdir()}
 
 
 def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path):
     save(tmp_path, 1)
-    given = {"format": checkpoint.FORMAT, "file": str(tmp_path / "last.pt")}
     for path in (tmp_path, tmp_path / "last.pt"):
-        state = checkpoint.load(path, "a_test")
-        torch.testing.assert_close(state.pop("model"), state_of(1)["model"], rtol=0, atol=0)
-        assert {**state, "model": None} == {**state_of(1), **given, "model": None}
+        found = checkpoint.load(path, "a_test")
+        assert found.file == tmp_path / "last.pt"
+        torch.testing.assert_close(found.weights, state_of(1)["model"], rtol=0, atol=0)
+        rest = {"progress": found.progress, **found.metadata}
+        assert {**rest, "model": None} == {**state_of(1), "model": None}
     assert os.listdir(tmp_path) == ["last.pt"]
     part = checkpoint.to_cpu([torch.zeros(9)[:2]])  # of a flat buffer, which no file repeats
     assert part[0].untyped_storage().nbytes() == 8
@@ -152,13 +153,13 @@ def test_a_folder_means_the_newest_checkpoint_that_is_not_damaged(damage, proble
     for path in tmp_path.iterdir():
         path.unlink()
     save(tmp_path, 1, 2, 3, keep=3)
-    assert "warning" not in checkpoint.load(tmp_path)
+    assert not checkpoint.load(tmp_path).warning
     damage(tmp_path / "last.pt")
-    state = checkpoint.load(tmp_path)
-    assert state["seed"] == 2
-    assert re.search(problem, state["warning"]), state["warning"]
+    found = checkpoint.load(tmp_path)
+    assert found.metadata["seed"] == 2
+    assert re.search(problem, found.warning), found.warning
     flip(tmp_path / "last-1.pt")
-    assert checkpoint.load(tmp_path)["seed"] == 1
+    assert checkpoint.load(tmp_path).metadata["seed"] == 1
     flip(tmp_path / "last-2.pt")
     with pytest.raises(InputError, match=r"last-1\.pt is damaged .*last-2\.pt is damaged .*best"):
         checkpoint.load(tmp_path)
@@ -175,7 +176,7 @@ def test_a_file_without_permission_is_not_taken_for_damaged(tmp_path):
 def test_a_loaded_state_stays_what_it_was_when_another_file_takes_the_name(tmp_path):
     """It is mapped into memory, so that a rank reads its own part alone."""
     save(tmp_path, 1)
-    state = checkpoint.load(tmp_path)
+    found = checkpoint.load(tmp_path)
     assert str(tmp_path / "last.pt") in Path("/proc/self/maps").read_text(encoding="utf-8")
     save(tmp_path, 2)
-    assert torch.equal(state["model"]["w"], state_of(1)["model"]["w"])
+    assert torch.equal(found.weights["w"], state_of(1)["model"]["w"])

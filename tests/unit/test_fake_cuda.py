@@ -6,6 +6,7 @@ names the functions in which it may.
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,9 +33,8 @@ from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
 from trainers import build_optimizer, image_network, make_trainer
-from training import train_state
 from training.batch_sampler import DynamicBatchSampler
-from training.checkpoint import to_cpu
+from training.checkpoint import Checkpoint, to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.step_stats import NoiseMeter
@@ -356,8 +356,8 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
         trainer.eval_sets = {"test": data}
         trainer.batches = DynamicBatchSampler(rows, 8, world=world)
         for between_hosts in (
-            "train_state.save",
-            "train_state.renew_folder",
+            "checkpointer.Checkpointer.save",
+            "checkpointer.Checkpointer.renew_folder",
             "evaluation.raise_together",
         ):
             monkeypatch.setattr(f"training.{between_hosts}", mock.MagicMock())
@@ -386,11 +386,12 @@ def test_a_resumed_run_through_graphs_reads_its_learning_rate_on_the_gpu(name):
         plain = trainer_of(gpu, world, name)
         with gpu.waiting():
             plain.train_step(*batch())
-            saved = to_cpu(train_state.state_dict(plain))
+            saved = to_cpu(plain.parts.state_dict())
             for group in saved["optimizer"]["param_groups"]:
                 group["lr"] = torch.tensor(0.1)  # as a run through graphs has it
             recorded = trainer_of(gpu, world, name, record_cuda_graph=True)
-            recorded.restore({**saved, "progress": plain.progress.state_dict(), "file": "last.pt"})
+            progress = plain.progress.state_dict()
+            recorded.restore(Checkpoint(Path("last.pt"), {}, progress, saved))
             recorded.set_lr(0.05)
         groups = recorded.optimizer.param_groups
         rates = [group["lr"] for group in groups]

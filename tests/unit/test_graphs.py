@@ -20,7 +20,7 @@ from distributed.world import World
 from errors import InputError
 from models.image_models import create_model
 from trainers import build_optimizer, flat, make_trainer
-from training import train_state
+from training.checkpoint import Checkpoint
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.trainer import Trainer
@@ -68,7 +68,7 @@ def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tens
     for number, (x, y) in enumerate(batches(device)):
         trainer.set_lr(trainer.optimizer.defaults["lr"] / (1 + number))
         trainer.train_step(x * float("nan") if number in (1, 9) else x, y)
-    return flat(trainer.parameters).cpu(), trainer.sums.values.cpu()
+    return flat(trainer.parallel.parameters).cpu(), trainer.sums.values.cpu()
 
 
 @each_of("name", list(cuda_graph.RECORDED_OPTIMIZERS))
@@ -193,9 +193,9 @@ def test_loading_a_state_invalidates_the_graphs(monkeypatch):
     run(trainer)
     assert trainer.graph is not None
     assert trainer.graph.recorded
-    state = copy.deepcopy(train_state.state_dict(other))
-    file = str(trainer.log.folder / "last.pt")
-    trainer.restore({**state, "progress": other.progress.state_dict(), "file": file})
+    state = copy.deepcopy(other.parts.state_dict())
+    file = trainer.log.folder / "last.pt"
+    trainer.restore(Checkpoint(file, {}, other.progress.state_dict(), state))
     assert not trainer.graph.recorded
     trainer.sums.values.zero_()
     torch.testing.assert_close(run(trainer), run(other), rtol=1e-5, atol=1e-6)

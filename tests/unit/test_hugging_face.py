@@ -113,7 +113,7 @@ def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     console = ranks.run(f"transformer_test.py {base} {more}", here, 2)
     assert "classifier begins anew" in console
     files = checkpoint.latest_files(here / "run")
-    found = {checkpoint.load(path)["progress"]["step"]: path for path in files}
+    found = {checkpoint.load(path).progress["step"]: path for path in files}
     shutil.rmtree(copy)
     ranks.run(f"transformer_test.py --resume {found[8]} --out resumed", here, 2)
     ranks.same_run(here / "run", here / "resumed", files=["last"])  # best is chosen anew

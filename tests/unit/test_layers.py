@@ -33,13 +33,9 @@ def level_of(module: str) -> int:
 
 
 def imported_modules(name: str) -> set[str]:
-    imported, annotating = set(), set()
+    imported = set()
     for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            annotating |= set(node.body)
-        elif node in annotating:
-            continue
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert not node.level, f"{name}: relative import"

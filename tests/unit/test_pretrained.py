@@ -303,7 +303,7 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
         exported = {name: json.loads(text) for name, text in file.metadata().items()}
     expected = known.transforms()
     for name in ("first", "tuned", "plain", "export"):
-        state = exported if name == "export" else checkpoint.load(here / name)
+        state = exported if name == "export" else checkpoint.load(here / name).metadata
         assert (state["mean"], state["std"]) == (expected.mean, expected.std), name
         assert (state["size"], state["interpolation"]) == (224, "bilinear"), name
     predicted = run(resnet50_test, "--checkpoint tuned --predict images/test")

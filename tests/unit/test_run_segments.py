@@ -36,7 +36,7 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     warmer = "--warmup 0.2 (was 0.1)"
     changes = f"--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on), {warmer}"
     assert line_of(console) == changes
-    groups = checkpoint.load(here / "a")["optimizer"]["param_groups"]
+    groups = checkpoint.load(here / "a").state["optimizer"]["param_groups"]
     assert not any(group["nesterov"] for group in groups), "and what it says is so"
 
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")

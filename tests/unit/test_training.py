@@ -140,19 +140,19 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
     console = digits(code=3)
     assert console.count("steps in a row were not finite") == recovery.MAX_ROLLBACKS
     assert console.splitlines()[-1].startswith("error:")
-    state = checkpoint.load(here / "run", "resnet50_test")
-    assert all(tensor.isfinite().all() for tensor in state["model"].values())
-    assert state["progress"]["epoch"] == 0
+    found = checkpoint.load(here / "run", "resnet50_test")
+    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+    assert found.progress["epoch"] == 0
     assert not ranks.metrics(here / "run")
 
 
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
     late = digits("--epochs 1 --bs 400 --lr 1e10 --warmup 0", code=3, out="late")
     assert "the loss after epoch 1 is not finite" in late
-    assert checkpoint.load(here / "late")["progress"]["epoch"] == 0
+    assert checkpoint.load(here / "late").progress["epoch"] == 0
     fail_in(range(10**9))
     assert "no step of epoch 1 had finite gradients" in digits("--epochs 1 --bs 400", code=3)
-    assert checkpoint.load(here / "run")["progress"]["epoch"] == 0, "it can be trained again"
+    assert checkpoint.load(here / "run").progress["epoch"] == 0, "it can be trained again"
 
 
 def one_long_operation(lines: Connection) -> None:
@@ -202,12 +202,12 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     Image.fromarray(pixels).save("zero.png")
     assert resumed("--predict zero.png")[-1].startswith("zero.png: 0 ")
     metadata = exported_metadata(resnet50_test)
-    state = checkpoint.load(folder / "run", "resnet50_test")
+    content = torch.load(folder / "run" / "last.pt", weights_only=True)
     for name in ("classes", "channels", "size", "mean", "std"):
-        assert metadata[name] == state[name]
-    assert metadata["arch"] == state["flags"]["arch"]
-    elsewhere = {**state, "flags": {**state["flags"], "device": "cuda:31"}}
-    checkpoint.save(Path("elsewhere.pt"), elsewhere)
+        assert metadata[name] == content[name]
+    assert metadata["arch"] == content["flags"]["arch"]
+    content["flags"]["device"] = "cuda:31"
+    checkpoint.save(Path("elsewhere.pt"), content)
     assert "zero.png: 0 " in run(resnet50_test, "--checkpoint elsewhere.pt --predict zero.png")
 
     resumed("--predict zero.png --predict_out zero.jsonl")

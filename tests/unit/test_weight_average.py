@@ -60,7 +60,7 @@ def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch):
     expected = [norm.running_mean / 2 + 0.5 for norm in norms]
     monkeypatch.setattr(RankAverager, "size", 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: flat.add_(1.0))  # of rank 1
-    trainer.sync_replicas()
+    trainer.parallel.sync_replicas(trainer.statistics())
     for norm, mean in zip(norms, expected):
         torch.testing.assert_close(norm.running_mean, mean, rtol=1e-6, atol=1e-6)
 

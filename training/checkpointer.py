@@ -1,0 +1,137 @@
+"""When and where a run writes its checkpoints: last.pt and those before it, and best.pt.
+
+checkpointer = Checkpointer(parts, progress, log, metadata={"script": "resnet50_test"}, keep=1)
+checkpointer.save()                            # collective, as all methods are
+checkpointer.save(previous_best=best)          # best.pt as well
+checkpoint = checkpointer.load_last()
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distributed.agreement import on_main
+from training import checkpoint
+from training.checkpoint import Checkpoint
+from training.progress import Progress
+from training.run_log import RunLog
+from training.train_state import TrainState
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run into its folder.
+
+    Args:
+        parts: of the run.
+        progress: of the run.
+        log: of the run, with its folder.
+        metadata: plain values that every checkpoint begins with: script, flags, card.
+        keep: how many checkpoints stay: last.pt and those before it.
+
+    Attributes:
+        unsaved: of 'last' and 'best', what the last save failed to write.
+    """
+
+    def __init__(
+        self,
+        parts: TrainState,
+        progress: Progress,
+        log: RunLog,
+        *,
+        metadata: dict[str, Any],
+        keep: int,
+    ) -> None:
+        self.parts, self.progress, self.log = parts, progress, log
+        self.metadata, self.keep, self.world = metadata, keep, parts.world
+        self.unsaved: set[str] = set()
+
+    def save(self, *, previous_best: dict[str, Any] | None = None) -> None:
+        """Write last.pt, and before it best.pt if it is the best.
+
+        Where that fails, as on a full disk, it is reported and the run goes on; `unsaved` then
+        names the files.
+
+        Args:
+            previous_best: the best epoch before, if this one is the best. It becomes that of the
+                progress again if best.pt cannot be written, so that a later epoch can be the best.
+        Raises:
+            InputError: as of `renew_folder`.
+        """
+        is_best = previous_best is not None
+        with self.world.waiting_at_most(self.world.limits.start):
+            if not is_best:
+                self.renew_folder()
+            state, progress = self.parts.state_dict(), self.progress.state_dict()
+            content = {**self.metadata, **state, "progress": progress}
+
+            def write() -> set[str]:
+                unsaved, folder = {"last", *(["best"] if is_best else [])}, self.log.folder
+                try:
+                    if is_best:
+                        checkpoint.save(folder / "best.pt", content)
+                        unsaved.discard("best")
+                    checkpoint.save_last(folder, content, keep=self.keep)
+                    unsaved.discard("last")
+                except OSError as error:
+                    is_kept = bool(checkpoint.latest_files(folder))
+                    kept = "the previous checkpoint is kept" if is_kept else "no checkpoint is left"
+                    self.log.info(f"warning: {error}; {kept} and the run goes on")
+                return unsaved
+
+            self.unsaved = on_main(self.world, write)
+        if previous_best is not None and "best" in self.unsaved:
+            self.progress.best = previous_best
+
+    def load_last(self) -> Checkpoint:
+        """Return the last checkpoint; rank 0 sends it where not all nodes have it."""
+        folder, script = self.log.folder, self.metadata["script"]
+        with self.world.waiting_at_most(self.world.limits.start):
+            mine = checkpoint.load(folder, script) if checkpoint.latest_files(folder) else None
+            seconds = mine and mine.progress["seconds"]  # which no two checkpoints share
+            found = self.world.all_gather(seconds)
+            if mine is None or None in found or len(set(found)) > 1:
+                mine = on_main(self.world, lambda: checkpoint.load(folder, script))
+        if mine.warning:
+            self.log.info(mine.warning)
+        return mine
+
+    def renew_folder(self) -> None:
+        """Make the run folder again if it is gone, and choose the best epoch from here on.
+
+        Raises:
+            InputError: another run has taken the folder's name.
+        """
+        if on_main(self.world, lambda: self.log.make_again(self.progress.rows)):
+            self._settle_best()
+
+    def settle_files(self, path: Path) -> None:
+        """Settle last.pt and best.pt after a resume.
+
+        An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
+        anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
+        an epoch that the lost last.pt had reached. A new folder gets its last.pt.
+
+        Args:
+            path: the checkpoint that was loaded, on every rank.
+        """
+        folder, is_older = self.log.folder, checkpoint.OLDER_NAME.fullmatch(path.name)
+        is_here = path.resolve().parent == folder.resolve()
+        if self.world.is_main and is_older and is_here:
+            path.replace(folder / "last.pt")
+        self._settle_best()
+        if not is_here:
+            self.save()
+
+    def _settle_best(self) -> None:
+        """Choose the best epoch from here on if best.pt does not hold it."""
+        folder, progress, epoch = self.log.folder, self.progress, self.progress.best["epoch"]
+        if self.world.is_main and epoch:
+            stored = checkpoint.read_progress(folder / "best.pt")
+            if stored is None or stored["best"]["epoch"] != epoch:
+                self.log.info(
+                    f"best.pt of epoch {epoch} is not in {folder}: "
+                    "the best epoch is chosen from here on"
+                )
+                progress.best, progress.since = Progress().best, len(progress.rows)
+        progress.best, progress.since = self.world.broadcast((progress.best, progress.since))
