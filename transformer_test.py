@@ -68,10 +68,7 @@ def main() -> None:
             return factory.evaluate_checkpoint(args, run, data)
         model = text_classification.create_model(args, run, data.metadata)
 
-        if saved is not None:
-            fine_tuning.begin_with_weights(
-                args, run, model, saved, classes=data.metadata["classes"]
-            )
+        data = fine_tuning.begin_with_weights(args, run, model, saved, data)
         loss = factory.create_loss(
             args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )

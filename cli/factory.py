@@ -342,6 +342,7 @@ def choose_backend(args: Namespace, run: Run, batches: DynamicBatchSampler) -> s
     is_recorded = (
         run.world.device.type == "cuda"
         and run.world.size == 1
+        and not args.freeze
         and ":" not in args.arch  # networks of other libraries may wait for the device
         and args.epochs * batches.steps() >= GRAPH_STEPS
         and not compatibility.first_conflict(Namespace(**flags))

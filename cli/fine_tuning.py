@@ -1,7 +1,7 @@
 """Fine-tuning by flags, for both scripts: weights from elsewhere, frozen layers.
 
 saved = read_saved_model(args, run)
-begin_with_weights(args, run, model, saved, classes=classes)
+data = begin_with_weights(args, run, model, saved, data)
 """
 
 import dataclasses
@@ -9,17 +9,22 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from cli.factory import Run
+from cli.factory import MIN_EVAL_BATCH, Data, Run
 from cli.flag_parser import flat
 from distributed.agreement import local_main_first
 from errors import InputError
 from models import image_models, pretrained
 from models.hugging_face import HF, Encoder, read_encoder, refused
 from models.pretrained import SavedModel
+from training import linear_probe
+from training.checkpoint import load_into
+from training.evaluation import EVAL_SET_NAMES
 
 MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
+MOST_PROBED = 10_000  # rows of a set that a linear probe sees
 
 
 def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
@@ -54,23 +59,43 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
 
 
 def begin_with_weights(
-    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, *, classes: Sequence[str]
-) -> None:
-    """Load weights into a new model; one line says what was loaded.
+    args: Namespace, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
+) -> Data:
+    """Load weights into a new model, and let a new classifier begin as a linear probe.
+
+    Lines say what was loaded, and what the probe reaches.
 
     Args:
         model: whose weights are replaced.
-        saved: what `read_saved_model` returned.
-        classes: names of the model's classes.
+        saved: what `read_saved_model` returned; None for a run that goes on.
+    Returns:
+        The data; with --freeze, where that is the same, as what the classifier sees of it.
     Raises:
         InputError: the weights are not of this model.
     """
+    if saved is None and not args.freeze:
+        return data
+    head = linear_probe.last_linear(model)
+    before = None if head is None else head.weight.detach().clone()
+    if run.checkpoint is not None:
+        load_into(model, run.checkpoint.state["model"], "model")
+    if saved is not None:
+        line = load_weights(args, run, model, saved, data.metadata["classes"])
+        if run.world.is_main:
+            print(line, flush=True)
+    if head is None or before is None:
+        return data
+    keeps_classes = saved is None or not torch.equal(before, head.weight)
+    return probe(args, run, model, head, data, is_new=args.head == "probe" and not keeps_classes)
+
+
+def load_weights(
+    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, classes: Sequence[str]
+) -> str:
+    """Load weights into a new model; return a line that says what was loaded."""
     if isinstance(model, Encoder) and args.weights is None:
         with local_main_first(run.world), refused(args.arch):
-            line = model.load(args.arch, classes)
-            if run.world.is_main:
-                print(line, flush=True)
-        return
+            return model.load(args.arch, classes)
     fixed = ("arch",) if isinstance(model, Encoder) else MODEL_FLAGS  # of which --max_len is free
     flags = [name for name in fixed if name in args]
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
@@ -88,7 +113,73 @@ def begin_with_weights(
         flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in args),
         kept=("prior", "prior_weight"),  # they are of the data
     )
-    if saved.preprocessing:
-        line += "; images are prepared as for them"
-    if run.world.is_main:
-        print(line, flush=True)
+    return f"{line}; images are prepared as for them" if saved.preprocessing else line
+
+
+def probe(
+    args: Namespace, run: Run, model: nn.Module, head: nn.Linear, data: Data, *, is_new: bool
+) -> Data:
+    """Fit a new head to what the network computes before it; and with --freeze keep that.
+
+    Args:
+        head: the last layer of the model.
+        is_new: whether the head is fitted; else its weights stay.
+    """
+    keeps = args.freeze and keeps_features(args)
+    if not (is_new or keeps):
+        return data
+    most, world = None if keeps else MOST_PROBED, run.world
+    name = "test" if "test" in data.eval_sets else "val"
+    sets = {**(data.eval_sets if keeps else {name: data.eval_sets[name]}), "train": data.train}
+    features = {}
+    for key, each in sets.items():
+        with world.waiting_at_most(world.limits.start):
+            found = linear_probe.compute_features(
+                model,
+                head,
+                each,
+                precision=run.precision,
+                world=world,
+                batch_size=MIN_EVAL_BATCH,
+                most=most,
+                title="features of the network",
+            )
+        if found is None:
+            return data
+        features[key] = linear_probe.Features(*found, world.device)
+    if is_new:
+        train, evaluated = features["train"], features[name]
+        weight, bias = world.broadcast(
+            linear_probe.fit_probe(
+                train.features, train.labels, classes=len(data.metadata["classes"])
+            )
+        )
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            if head.bias is not None:
+                head.bias.copy_(bias)
+            predicted = (evaluated.features.double() @ weight.T + bias).argmax(1)
+        if world.is_main:
+            accuracy = (predicted == evaluated.labels).double().mean().item()
+            print(
+                f"linear probe: {100 * accuracy:.2f} % on the {EVAL_SET_NAMES[name]} set by "
+                "logistic regression on what the network computes; the classifier begins so",
+                flush=True,
+            )
+    if not keeps:
+        return data
+    linear_probe.take_features(model, head)
+    train = features.pop("train")
+    return dataclasses.replace(data, train=train, eval_sets=features, model_mixes=False)
+
+
+def keeps_features(args: Namespace) -> bool:
+    """Whether a frozen network computes the same of a row in every epoch."""
+    return (
+        getattr(args, "augment", "none") == "none"
+        and not getattr(args, "random_erasing", 0)
+        and getattr(args, "test_views", "none") == "none"
+        and args.mixup == "none"
+        and args.backend in ("auto", "eager")
+        and args.parallel == "ddp"
+    )
