@@ -125,7 +125,8 @@ def probe(
         head: the last layer of the model.
         is_new: whether the head is fitted; else its weights stay.
     """
-    keeps = args.freeze and keeps_features(args)
+    trained = {p for p in model.parameters() if p.requires_grad}
+    keeps = args.freeze and keeps_features(args) and trained <= {*head.parameters()}
     if not (is_new or keeps):
         return data
     most, world = None if keeps else MOST_PROBED, run.world

@@ -406,6 +406,8 @@ class ScriptParser(FlagParser):
     Attributes:
         flags: what is known of each flag, by its attribute, in the order of the declarations.
         optimizers: the values of --optimizer and their defaults.
+        pretrained: defaults of a run that begins with pretrained weights, by attribute.
+        pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
     """
 
     def __init__(self, description: str | None, foreign: Mapping[str, str]) -> None:
@@ -421,6 +423,8 @@ class ScriptParser(FlagParser):
         )
         self.flags: dict[str, Flag] = {}
         self.optimizers: Mapping[str, Any] = {}
+        self.pretrained: dict[str, Any] = {}
+        self.pretrained_lr: dict[str, float] = {}
 
     def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:
         """Declare a flag.

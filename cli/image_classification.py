@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cli.factory import Data, Run, choose_rows, report_baseline, report_predictions
-from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, own, setting
+from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, own, setting, switch
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError, refused_as
@@ -58,6 +58,7 @@ def add_flags(parser: ScriptParser) -> None:
         "flips; jitter of colours; in small_epochs first epochs images grow from small_size in "
         "small_stages", owner="augment",
         parts={**dict.fromkeys(["standard", *POLICIES], changed), "none": small})
+    add("--freeze_norms", switch, False, "statistics of BatchNorm that stay those of --weights")
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "
@@ -201,6 +202,8 @@ def create_model(
     model = model.to(run.world.device)
     if args.freeze:
         pretrained.freeze_all_but_classifier(model)
+    elif args.freeze_norms:
+        pretrained.hold_norms(model)
     if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))
         rows = torch.linspace(0, len(images) - 1, most).long().unique()

@@ -32,7 +32,6 @@ from training.checkpoint import Checkpoint
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-ENCODER_LR = {"adamw": 2e-5, "ngd": 1e-3}  # default --lr with --arch hf:NAME, else a tenth
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -54,6 +53,8 @@ def parse(
     recipe: dict[str, Any] = {}
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
+    if begins_with_weights(parser.merged(parser.merged(values, recipe), given)):
+        values |= parser.pretrained
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
     if command_line.resume == "auto":  # all ranks find the same, as none has written yet
         if not (out := command_line.out):
@@ -158,8 +159,8 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
     lr = optimizer.lr
-    if str(chosen.get("arch")).startswith(HF):
-        lr = ENCODER_LR.get(chosen["optimizer"], lr / 10)
+    if begins_with_weights(chosen):
+        lr = parser.pretrained_lr.get(chosen["optimizer"], lr / 10)
     return {
         "lr": lr,
         "weight_decay": optimizer.weight_decay,
@@ -168,6 +169,11 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[s
         "warmup": warmup,
         "val_fraction": 0.0,
     }
+
+
+def begins_with_weights(flags: Mapping[str, Any]) -> bool:
+    """Whether a network that was trained before is trained on."""
+    return flags["weights"] is not None or str(flags["arch"]).startswith(HF)
 
 
 def uses_trained_model(args: Namespace) -> bool:

@@ -285,6 +285,24 @@ def hold_frozen(model: nn.Module) -> None:
     model.train()
 
 
+def hold_norms(model: nn.Module) -> None:
+    """Let `model.train()` leave BatchNorm in evaluation mode: it keeps the statistics it has.
+
+    Scale and shift of each are trained. Statistics of a few images that are unlike those of the
+    weights would change what all layers see, before these have learned anything.
+    """
+    model.train = partial(_train_all_but_norms, model)  # type: ignore[method-assign]
+    model.train()
+
+
+def _train_all_but_norms(model: nn.Module, mode: bool = True) -> nn.Module:
+    type(model).train(model, mode)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    return model
+
+
 def _train_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
     type(model).train(model, False)
     for module in [*model.modules()][1:] if mode else ():

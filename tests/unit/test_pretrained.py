@@ -17,6 +17,8 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torchvision import models
 
@@ -30,7 +32,7 @@ from models import image_models, pretrained
 from models.image_models import create_model
 from models.pretrained import SavedModel
 from test_checkpoint import flip
-from training import checkpoint
+from training import checkpoint, linear_probe
 
 SOURCE = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 6 --threads 1 --ema 0.9"
 TUNE = """--dataset folder --data_dir small --image_size 8 --augment none --arch resnet8
@@ -91,6 +93,59 @@ def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small):
     resumed = torch.load("run/last.pt", weights_only=True)["model"]
     assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
     assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
+
+
+def test_a_probe_is_a_logistic_regression():
+    inputs = torch.randn(300, 40) @ torch.randn(40, 40) + 3
+    labels = (inputs[:, :3] + torch.randn(300, 3)).argmax(1)
+    weight, bias = linear_probe.fit_probe(inputs, labels, classes=3)
+    scaler = StandardScaler().fit(inputs)
+    reference = LogisticRegression(C=1 / (linear_probe.DECAY * 300), tol=1e-9, max_iter=10**4)
+    expected = reference.fit(scaler.transform(inputs), labels).predict_proba(
+        scaler.transform(inputs)
+    )
+    found = (inputs.double() @ weight.T + bias).softmax(1)
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_a_new_classifier_begins_as_a_probe(source, small):
+    weights = f"--weights {source}/best.pt --lr 0 --epochs 1"
+    console = run(resnet50_test, TUNE, weights, "--out probe")
+    probed = float(re.search(r"linear probe: ([\d.]+) %", console)[1]) / 100
+    found, other = ranks.metrics(Path("probe"))[-1], "--head random --out random"
+    assert "linear probe" not in run(resnet50_test, TUNE, weights, other)
+    assert found["train_accuracy"] > 0.8 > ranks.metrics(Path("random"))[-1]["train_accuracy"]
+    assert probed > 0.5
+    kept = run(resnet50_test, TUNE, "--weights probe --epochs 1 --out again")
+    assert "fc keeps all outputs" in kept
+    assert "linear probe" not in kept, "it would undo what was trained"
+
+
+def test_a_frozen_network_computes_each_row_once(source, small, monkeypatch):
+    """With the same result; and a run that goes on is the uninterrupted one."""
+    forward, computed = nn.BatchNorm2d.forward, []
+
+    def counted(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        computed.append(len(inputs) * (module.num_features == 64))
+        return forward(module, inputs)
+
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", counted)
+    frozen = f"--weights {source}/best.pt --freeze --precision fp32 --keep 9"
+    run(resnet50_test, TUNE, frozen, "--out once")
+    layers = sum(
+        module.__class__ is nn.BatchNorm2d
+        for module in create_model("resnet8", classes=5, channels=3, image_size=8).modules()
+    )
+    assert sum(computed) % (50 + 500) == 0
+    assert sum(computed) <= layers * (50 + 500)
+    run(resnet50_test, "--resume once/last-2.pt --out rest")
+    with mock.patch("cli.fine_tuning.keeps_features", return_value=False):
+        run(resnet50_test, TUNE, frozen, "--out each")
+    once, rest, each = (ranks.metrics(Path(name)) for name in ("once", "rest", "each"))
+    measured = ("train_loss", "test_loss", "test_accuracy")
+    for name in measured:
+        assert [row[name] for row in rest] == [row[name] for row in once]
+        assert [row[name] for row in each] == pytest.approx([row[name] for row in once], rel=1e-4)
 
 
 def test_frozen_layers_stay_in_evaluation_mode_in_every_form_of_the_model():
