@@ -107,7 +107,7 @@ def compute_features(
                 with precision.autocast(), without_compilation():
                     logits = model(inputs)
                     is_alone &= len(seen) == 1 and seen[0].shape == (len(part), head.in_features)
-                    is_alone = is_alone and torch.allclose(head(seen[0]), logits)
+                    is_alone = is_alone and torch.allclose(head(seen[0]).float(), logits.float())
                 if not is_alone:
                     break
                 features[part.to(world.device)] = seen[0].float()
