@@ -6,8 +6,9 @@ data = begin_with_weights(args, run, model, saved, data)
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,8 +53,6 @@ def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
             saved = SavedModel(weights, names)
         if "max_len" not in args and not saved.preprocessing:
             usual = image_models.usual_preprocessing(args.arch)
-            if args.weights != "DEFAULT":  # weights from elsewhere may be for any size
-                usual.pop("size", None)
             saved = dataclasses.replace(saved, preprocessing=usual)
         return saved
 
@@ -75,27 +74,26 @@ def begin_with_weights(
     """
     if saved is None and not args.freeze:
         return data
-    head = linear_probe.last_linear(model)
-    before = None if head is None else head.weight.detach().clone()
+    is_new = False
     if run.checkpoint is not None:
         load_into(model, run.checkpoint.state["model"], "model")
     if saved is not None:
-        line = load_weights(args, run, model, saved, data.metadata["classes"])
+        line, is_new = load_weights(args, run, model, saved, data.metadata)
         if run.world.is_main:
             print(line, flush=True)
-    if head is None or before is None:
+    head = linear_probe.last_linear(model)
+    if head is None:
         return data
-    keeps_classes = saved is None or not torch.equal(before, head.weight)
-    return probe(args, run, model, head, data, is_new=args.head == "probe" and not keeps_classes)
+    return probe(args, run, model, head, data, is_new=is_new and args.head == "probe")
 
 
 def load_weights(
-    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, classes: Sequence[str]
-) -> str:
-    """Load weights into a new model; return a line that says what was loaded."""
+    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, metadata: Mapping[str, Any]
+) -> tuple[str, bool]:
+    """Load weights into a new model; return what `pretrained.load_pretrained` does."""
     if isinstance(model, Encoder) and args.weights is None:
         with local_main_first(run.world), refused(args.arch):
-            return model.load(args.arch, classes)
+            return model.load(args.arch, metadata["classes"])
     fixed = ("arch",) if isinstance(model, Encoder) else MODEL_FLAGS  # of which --max_len is free
     flags = [name for name in fixed if name in args]
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
@@ -105,15 +103,17 @@ def load_weights(
             f"--weights {args.weights}: is of a model of --{other}={given[other]}; give that "
             f"instead of {own.get(other)}"
         )
-    line = pretrained.load_pretrained(
+    line, is_new = pretrained.load_pretrained(
         image_models.part_for_colours(model),
         saved,
         args.weights,
-        classes=classes,
+        classes=metadata["classes"],
         flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in args),
         kept=("prior", "prior_weight"),  # they are of the data
     )
-    return f"{line}; images are prepared as for them" if saved.preprocessing else line
+    if saved.preprocessing:
+        line += f"; images are prepared as for them, at {metadata['size']} pixels"
+    return line, is_new
 
 
 def probe(

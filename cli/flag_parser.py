@@ -407,6 +407,7 @@ class ScriptParser(FlagParser):
         flags: what is known of each flag, by its attribute, in the order of the declarations.
         optimizers: the values of --optimizer and their defaults.
         pretrained: defaults of a run that begins with pretrained weights, by attribute.
+        frozen: the same with --freeze.
         pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
     """
 
@@ -424,6 +425,7 @@ class ScriptParser(FlagParser):
         self.flags: dict[str, Flag] = {}
         self.optimizers: Mapping[str, Any] = {}
         self.pretrained: dict[str, Any] = {}
+        self.frozen: dict[str, Any] = {}
         self.pretrained_lr: dict[str, float] = {}
 
     def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:

@@ -38,6 +38,11 @@ CROPS = ("auto", "resized", "pad", "center")
 # fmt: off
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of images."""
+    parser.pretrained = {
+        "batch_size": 16, "epochs": 5, "lr_schedule": "polynomial", "crop": "pad", "freeze_norms": True
+    }
+    parser.pretrained_lr = {"ngd": 1.5e-3, "muon": 1.5e-3, "adamw": 3e-4, "sgd": 1e-3}
+    parser.frozen = {"augment": "none"}
     add = parser.group("images")
     small = own(Augmentation, "small_epochs", "small_size", "small_stages")
     changed = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **small}

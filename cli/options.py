@@ -53,8 +53,9 @@ def parse(
     recipe: dict[str, Any] = {}
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
-    if begins_with_weights(parser.merged(parser.merged(values, recipe), given)):
-        values |= parser.pretrained
+    chosen = parser.merged(parser.merged(values, recipe), given)
+    values |= parser.pretrained if begins_with_weights(chosen) else {}
+    values |= parser.frozen if chosen["freeze"] else {}
     command_line = Namespace(**values | {"out": recipe.get("out")} | given)
     if command_line.resume == "auto":  # all ranks find the same, as none has written yet
         if not (out := command_line.out):

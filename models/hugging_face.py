@@ -2,7 +2,7 @@
 
     saved = read_encoder("hf:distilbert-base-uncased")          # saved.encoder, saved.tokenizer
     model = Encoder(**saved.encoder, classes=2)                 # with random weights
-    line = model.load("hf:distilbert-base-uncased", ["bad", "good"])    # with the pretrained ones
+    line, _ = model.load("hf:distilbert-base-uncased", ["bad", "good"])    # with pretrained ones
 
 Checkpoints hold `encoder` and `tokenizer`, so that a run needs neither network nor folder later.
 """
@@ -84,10 +84,11 @@ class Encoder(nn.Module):
                 delattr(self.model, name)
                 self.model.add_module(name, child)
 
-    def load(self, arch: str, classes: Sequence[str]) -> str:
+    def load(self, arch: str, classes: Sequence[str]) -> tuple[str, bool]:
         """Take the pretrained weights, of the classifier those of classes of the same name.
 
-        Returns a line that says what was loaded, and which layers and outputs begin anew.
+        Returns a line that says what was loaded, and which layers and outputs begin anew; and
+        whether all outputs do.
         """
         from transformers import AutoConfig
 
@@ -114,7 +115,7 @@ class Encoder(nn.Module):
         new = new.difference(head)
         line = f"weights of {arch}: {len(state) - len(new) - (0 if rows else len(head))} tensors"
         line += f"; begin anew: {list_names(sorted(new))}" if new else ""
-        return line + describe_rows(head[0].rpartition(".")[0], rows, classes)
+        return line + describe_rows(head[0].rpartition(".")[0], rows, classes), not rows
 
     def forward(
         self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None

@@ -177,7 +177,7 @@ def load_pretrained(
     classes: Sequence[str],
     flags: str = "--arch, --image_size",
     kept: Sequence[str] = (),
-) -> str:
+) -> tuple[str, bool]:
     """Load weights into a model. Its classifier keeps the outputs of classes of the same name.
 
     All other outputs begin as the model has them, as all do where the saved names are not known.
@@ -189,7 +189,7 @@ def load_pretrained(
         flags: which say what the model is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
-        A line that says what was loaded, and which outputs begin anew.
+        A line that says what was loaded, and which outputs begin anew; and whether all do.
     Raises:
         InputError: other weights than the classifier's are missing, unknown or of another shape.
     """
@@ -222,7 +222,8 @@ def load_pretrained(
             raise InputError(f"--weights {source}: {name} holds numbers that are not finite")
     num_loaded = len(own) - (0 if rows else len(classifier))
     layer = classifier[0].rpartition(".")[0]
-    return f"weights of {source}: {num_loaded} tensors{describe_rows(layer, rows, classes)}"
+    line = f"weights of {source}: {num_loaded} tensors{describe_rows(layer, rows, classes)}"
+    return line, not rows
 
 
 def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[int, int]:

@@ -73,7 +73,8 @@ def test_logits_are_those_of_transformers_own_pipeline(folders):
         for mine in (model(tokens[1:]), torch.cat([model(tokens[1:2]), model(short)])):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
         other = Encoder(**read_encoder(f"hf:{folders[name]}").encoder, classes=3).eval()
-        assert "begin anew: new" in other.load(f"hf:{folders[name]}", ["LABEL_3", "new", "label_1"])
+        line, _ = other.load(f"hf:{folders[name]}", ["LABEL_3", "new", "label_1"])
+        assert "begin anew: new" in line
         torch.testing.assert_close(other(tokens[1:])[:, [2, 0]], model(tokens[1:])[:, [1, 3]])
         assert (tokens == tokens[1, 0]).sum() == 3  # "[CLS]" in a text is ordinary text
 
@@ -149,6 +150,6 @@ def test_defaults_and_flags_without_effect():
     parser = transformer_test.parser()
     words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
     args, _ = options.parse(parser, transformer_test.SCRIPT, words)
-    assert args.lr == 2e-5
+    assert (args.lr, args.batch_size) == (5e-5, 8)
     lines = parser.unused(parser.given(words), args)
     assert ["--arch transformer" in line for line in lines] == [True, True]

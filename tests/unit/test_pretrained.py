@@ -210,7 +210,7 @@ def create_named(arch: str = "resnet8") -> nn.Module:
 
 
 def load_into(model: nn.Module, saved: SavedModel, classes: Sequence[str] = "abcde") -> str:
-    return pretrained.load_pretrained(model, saved, "x", classes=list(classes))
+    return pretrained.load_pretrained(model, saved, "x", classes=list(classes))[0]
 
 
 def test_weights_of_many_kinds_of_files(tmp_path):
