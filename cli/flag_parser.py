@@ -469,6 +469,11 @@ class ScriptParser(FlagParser):
         """The default of each flag."""
         return {name: flag.default for name, flag in self.flags.items()}
 
+    def words(self, name: str, value: Any) -> str:
+        """Return a flag, by attribute, with a value, as one would type it."""
+        flag = self.flags[name].names[0]
+        return flag if value is True else f"{flag} {value}"
+
     def given(self, arguments: Sequence[str] | None) -> dict[str, Any]:
         """What a command line gives, by attribute; None is this process's own.
 

@@ -202,8 +202,9 @@ def _add_fine_tuning(parser: ScriptParser) -> None:
         ".pt file, a .safetensors or state_dict file, or for images DEFAULT, those of torchvision "
         "or timm; the classifier keeps classes of the same name (default random)",
         metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True)
-    add("--head", Choice(["probe", "random"]), "probe", "a classifier of new classes begins as a "
-        "logistic regression on what the pretrained network computes (probe), or at random")
+    add("--head", Choice(["probe", "random"]), "probe", "with --weights: a classifier of new "
+        "classes begins as a logistic regression on what the network computes (probe, for images), "
+        "or at random (for texts without --freeze)")
     add("--freeze", switch, False, "training of the classifier alone, with --weights or --arch "
         "hf:NAME; without changes of images the network computes once")
 

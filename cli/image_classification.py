@@ -39,7 +39,8 @@ CROPS = ("auto", "resized", "pad", "center")
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of images."""
     parser.pretrained = {
-        "batch_size": 16, "epochs": 5, "lr_schedule": "polynomial", "crop": "pad", "freeze_norms": True
+        "batch_size": 16, "epochs": 5, "lr_schedule": "polynomial", "crop": "pad",
+        "freeze_norms": True,
     }
     parser.pretrained_lr = {"ngd": 1.5e-3, "muon": 1.5e-3, "adamw": 3e-4, "sgd": 1e-3}
     parser.frozen = {"augment": "none"}
@@ -63,7 +64,8 @@ def add_flags(parser: ScriptParser) -> None:
         "flips; jitter of colours; in small_epochs first epochs images grow from small_size in "
         "small_stages", owner="augment",
         parts={**dict.fromkeys(["standard", *POLICIES], changed), "none": small})
-    add("--freeze_norms", switch, False, "statistics of BatchNorm that stay those of --weights")
+    add("--freeze_norms", switch, False, "statistics of BatchNorm that stay those of --weights, "
+        "with which this is on")
     add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "

@@ -31,7 +31,10 @@ from training.predictions import Sample
 # fmt: off
 def add_flags(parser: ScriptParser) -> None:
     """Declare the flags of texts and of the Transformer."""
-    parser.pretrained = {"batch_size": 8, "epochs": 3, "lr_schedule": "polynomial"}
+    parser.pretrained = {
+        "batch_size": 8, "epochs": 5, "lr_schedule": "polynomial", "head": "random"
+    }
+    parser.frozen = {"head": "probe"}
     parser.pretrained_lr = {"adamw": 5e-5, "ngd": 1e-3}
     add = parser.group("texts")
     ours = {"arch": ("transformer",)}

@@ -59,6 +59,13 @@ def page_with_flags(page: str) -> str:
             if text:
                 chosen = f" with `--{flag.owner} {', '.join(names)}`" if flag.owner else ""
                 rows.append(f"| `{flag.name}`{chosen} | {text} |")
+    rows += ["", "| with `--weights` or `--arch hf:` | defaults |", "| --- | --- |"]
+    for kind, parser in (("images", resnet50_test.parser()), ("texts", transformer_test.parser())):
+        rates = ", ".join(f"{rate:g} for {name}" for name, rate in parser.pretrained_lr.items())
+        others = [f"`{parser.words(name, value)}`" for name, value in parser.pretrained.items()]
+        rows.append(f"| {kind} | {', '.join(others)}; `--lr` {rates}, else a tenth |")
+        frozen = ", ".join(f"`{parser.words(*each)}`" for each in parser.frozen.items())
+        rows.append(f"| {kind}, with `--freeze` | {frozen} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 
 
