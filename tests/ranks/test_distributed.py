@@ -13,7 +13,8 @@ import ranks
 from distributed import world
 from distributed.world import StopVote, World
 from errors import InputError
-from trainers import flat, make_trainer, text_batch, text_model, trainer_of
+from trainers import FP32, flat, make_trainer, text_batch, text_model, trainer_of
+from training import linear_probe
 from training.losses import CrossEntropy
 from training.progress import device_hours
 from training.step_stats import StepSums
@@ -31,6 +32,22 @@ def gradients_equal_those_of_one_process(world, rows, accumulate):
         trainer.forward_backward(trainer.parallel.module, inputs[mine], labels[mine])
         for (name, expected), given in zip(alone.named_parameters(), model.parameters()):
             torch.testing.assert_close(given.grad, expected.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def features_are_those_of_one_process(world):
+    """In the order of the rows, which are computed by their lengths."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 3))
+    world.sum(model[0].weight.data)  # the same on all ranks
+    inputs, labels = text_batch(31)
+    data = linear_probe.Features(inputs, labels, world.device)
+    data.lengths = torch.arange(31) * 7 % 5
+    how = {"precision": FP32, "batch_size": 4}
+    for most, rows in ((None, torch.arange(31)), (4, torch.tensor([0, 10, 20, 30]))):
+        found = linear_probe.compute_features(model, model[2], data, world=world, most=most, **how)
+        torch.testing.assert_close(found, (model[0](inputs[rows]).detach(), labels[rows]))
+    model.append(nn.Tanh())
+    found = linear_probe.compute_features(model, model[2], data, world=world, **how)
+    assert found is None, "the outputs of the head are not the logits"
 
 
 def memory_loss(limit: int):
@@ -112,6 +129,7 @@ def sums_and_votes(world):
 def all_of_it(world):
     for accumulate in (1, 4):
         gradients_equal_those_of_one_process(world, 8 * world.size, accumulate)
+    features_are_those_of_one_process(world)
     each_rank_finds_its_own_micro_batch(world)
     sums_and_votes(world)
 

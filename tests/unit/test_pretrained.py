@@ -108,7 +108,7 @@ def test_a_probe_is_a_logistic_regression():
     torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
 
 
-def test_a_new_classifier_begins_as_a_probe(source, small):
+def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
     weights = f"--weights {source}/best.pt --lr 1e-9 --epochs 1"
     console = run(resnet50_test, TUNE, weights, "--out probe")
     probed = float(re.search(r"linear probe: ([\d.]+) %", console)[1]) / 100
@@ -116,7 +116,14 @@ def test_a_new_classifier_begins_as_a_probe(source, small):
     assert "linear probe" not in run(resnet50_test, TUNE, weights, other)
     assert found["train_accuracy"] > 0.8 > ranks.metrics(Path("random"))[-1]["train_accuracy"]
     assert probed > 0.5
-    kept = run(resnet50_test, TUNE, "--weights probe --epochs 1 --out again")
+    first, tuned = (
+        torch.load(path, weights_only=True) for path in (source / "best.pt", Path("probe/last.pt"))
+    )
+    statistics = "bn1.running_var"
+    assert torch.equal(first["average"]["weights"][statistics], tuned["model"][statistics])
+    kept = run(resnet50_test, TUNE, "--weights probe --epochs 1 --no-freeze_norms --out again")
+    moved = torch.load("again/last.pt", weights_only=True)["model"]
+    assert not torch.equal(moved[statistics], tuned["model"][statistics])
     assert "fc keeps all outputs" in kept
     assert "linear probe" not in kept, "it would undo what was trained"
 
