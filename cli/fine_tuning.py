@@ -178,6 +178,7 @@ def keeps_features(args: Namespace) -> bool:
     """Whether a frozen network computes the same of a row in every epoch."""
     return (
         getattr(args, "augment", "none") == "none"
+        and not getattr(args, "augment_args", {}).get("small_epochs")
         and not getattr(args, "random_erasing", 0)
         and getattr(args, "test_views", "none") == "none"
         and args.mixup == "none"
