@@ -150,11 +150,11 @@ def probe(
         features[key] = linear_probe.Features(*found, world.device)
     if is_new:
         train, evaluated = features["train"], features[name]
-        weight, bias = world.broadcast(
-            linear_probe.fit_probe(
-                train.features, train.labels, classes=len(data.metadata["classes"])
-            )
+        fitted = linear_probe.fit_probe(
+            train.features, train.labels, classes=len(data.metadata["classes"])
         )
+        of_main = world.broadcast([each.cpu() for each in fitted])  # a GPU's would stay on that GPU
+        weight, bias = (each.to(world.device) for each in of_main)
         with torch.no_grad():
             head.weight.copy_(weight)
             if head.bias is not None:
