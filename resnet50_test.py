@@ -16,64 +16,57 @@ import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, image_classification, options
 from cli.flag_parser import ScriptParser
-from cli.flags import shared_parser
-from cli.optimizers import optimizer_choices
+from cli.image_classification import ImageSettings
+from cli.settings import script_parser
 from distributed.world import TimeLimits, init_world
 from errors import exit_code
-from input_pipeline.augmentation import AUGMENTATIONS
 from mixup import MetaMixup
 
 SCRIPT = "resnet50_test"
-OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
-    sgd=0.1,
-    adamw=3e-3,
-    ngd=0.08,
-    kaldi_ngd=0.4,
-    muon=0.08,
-    lars=1.0,
-    lamb=0.01,
-    slamb=0.01,
-)
+LEARNING_RATES = {  # defaults, by --optimizer
+    "sgd": 0.1,
+    "adamw": 3e-3,
+    "ngd": 0.08,
+    "kaldi_ngd": 0.4,
+    "muon": 0.08,
+    "lars": 1.0,
+    "lamb": 0.01,
+    "slamb": 0.01,
+}
 
 
-def parser() -> ScriptParser:
+def parser() -> ScriptParser[ImageSettings]:
     """The shared flags and those of images."""
-    return shared_parser(
-        __doc__,
-        datasets=list(AUGMENTATIONS),
-        optimizers=OPTIMIZERS,
-        mixing=mixup.KINDS,
-        add_own=image_classification.add_flags,
-    )
+    return script_parser(__doc__, ImageSettings, LEARNING_RATES)
 
 
 def main() -> None:
     """What a run is made of, from its flags to its last epoch."""
     script_parser = parser()
-    args, checkpoint = options.parse(script_parser, SCRIPT)
-    with init_world(args.device, TimeLimits(*args.timeout)) as world:
-        factory.check_processes(args, script_parser, world, checkpoint)
-        run = factory.create_run(args, SCRIPT, world, checkpoint)
-        if checkpoint and args.predict:
-            return image_classification.predict(args, run)
-        if checkpoint and args.export:
-            return factory.export_model(args, run)
+    settings, checkpoint = options.parse(script_parser, SCRIPT)
+    with init_world(settings.device, TimeLimits(*settings.timeout)) as world:
+        factory.check_processes(settings, script_parser, world, checkpoint)
+        run = factory.create_run(settings, SCRIPT, world, checkpoint)
+        if checkpoint and settings.predict:
+            return image_classification.predict(settings, run, settings.predict)
+        if checkpoint and settings.export:
+            return factory.export_model(settings, run, settings.export)
 
-        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
-        data = image_classification.load_data(args, run, saved)
-        if checkpoint and args.evaluate:
-            return factory.evaluate_checkpoint(args, run, data)
-        model = image_classification.create_model(args, run, data.metadata, images=data.train)
+        saved = None if checkpoint else fine_tuning.read_saved_model(settings, run)
+        data = image_classification.load_data(settings, run, saved)
+        if checkpoint and settings.evaluate:
+            return factory.evaluate_checkpoint(settings, run, data)
+        model = image_classification.create_model(settings, run, data.metadata, images=data.train)
 
-        data = fine_tuning.begin_with_weights(args, run, model, saved, data)
+        data = fine_tuning.begin_with_weights(settings, run, model, saved, data)
         loss = factory.create_loss(
-            args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
+            settings, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
-        batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
-        model = factory.prepare_model(args, run, model, batches)  # fused, sharded, compiled
-        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
+        batches = factory.create_batch_sampler(settings, run, data, dynamic_batch.RULES)
+        model = factory.prepare_model(settings, run, model, batches)  # fused, sharded, compiled
+        optimizer = factory.create_optimizer(settings, run, model)
         trainer = factory.create_trainer(
-            args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
+            settings, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
         )
         trainer.fit(checkpoint)  # the loop is in training/trainer.py
         trainer.report()

@@ -17,66 +17,57 @@ import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, options, text_classification
 from cli.flag_parser import ScriptParser
-from cli.flags import shared_parser
-from cli.optimizers import optimizer_choices
+from cli.settings import script_parser
+from cli.text_classification import TextSettings
 from distributed.world import TimeLimits, init_world
 from errors import exit_code
 from mixup import MetaMixup
 
 SCRIPT = "transformer_test"
-OPTIMIZERS = optimizer_choices(  # values of --optimizer, and their default learning rates
-    sgd=0.02,
-    adamw=1e-4,
-    ngd=0.016,
-    kaldi_ngd=0.02,
-    muon=0.008,
-    lars=1.0,
-    lamb=4e-3,
-    slamb=4e-3,
-)
+LEARNING_RATES = {  # defaults, by --optimizer
+    "sgd": 0.02,
+    "adamw": 1e-4,
+    "ngd": 0.016,
+    "kaldi_ngd": 0.02,
+    "muon": 0.008,
+    "lars": 1.0,
+    "lamb": 4e-3,
+    "slamb": 4e-3,
+}
 
 
-def parser() -> ScriptParser:
+def parser() -> ScriptParser[TextSettings]:
     """The shared flags and those of texts."""
-    return shared_parser(
-        __doc__,
-        datasets=["agnews", "headlines", "csv"],
-        optimizers=OPTIMIZERS,
-        mixing=mixup.TEXT_KINDS,
-        optimizer="adamw",
-        lr_schedule="onecycle",
-        epochs=4,
-        add_own=text_classification.add_flags,
-    )
+    return script_parser(__doc__, TextSettings, LEARNING_RATES)
 
 
 def main() -> None:
     """What a run is made of, from its flags to its last epoch."""
     script_parser = parser()
-    args, checkpoint = options.parse(script_parser, SCRIPT)
-    with init_world(args.device, TimeLimits(*args.timeout)) as world:
-        factory.check_processes(args, script_parser, world, checkpoint)
-        run = factory.create_run(args, SCRIPT, world, checkpoint)
-        if checkpoint and args.predict:
-            return text_classification.predict(args, run)
-        if checkpoint and args.export:
-            return factory.export_model(args, run)
+    settings, checkpoint = options.parse(script_parser, SCRIPT)
+    with init_world(settings.device, TimeLimits(*settings.timeout)) as world:
+        factory.check_processes(settings, script_parser, world, checkpoint)
+        run = factory.create_run(settings, SCRIPT, world, checkpoint)
+        if checkpoint and settings.predict:
+            return text_classification.predict(settings, run, settings.predict)
+        if checkpoint and settings.export:
+            return factory.export_model(settings, run, settings.export)
 
-        saved = None if checkpoint else fine_tuning.read_saved_model(args, run)
-        data = text_classification.load_data(args, run, saved)
-        if checkpoint and args.evaluate:
-            return factory.evaluate_checkpoint(args, run, data)
-        model = text_classification.create_model(args, run, data.metadata)
+        saved = None if checkpoint else fine_tuning.read_saved_model(settings, run)
+        data = text_classification.load_data(settings, run, saved)
+        if checkpoint and settings.evaluate:
+            return factory.evaluate_checkpoint(settings, run, data)
+        model = text_classification.create_model(settings, run, data.metadata)
 
-        data = fine_tuning.begin_with_weights(args, run, model, saved, data)
+        data = fine_tuning.begin_with_weights(settings, run, model, saved, data)
         loss = factory.create_loss(
-            args, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
+            settings, run, data, sample_mix=mixup.sample_mix, meta_mixup=MetaMixup
         )
-        batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
-        model = factory.prepare_model(args, run, model, batches)  # fused, sharded, compiled
-        optimizer = factory.create_optimizer(args, run, model, OPTIMIZERS)
+        batches = factory.create_batch_sampler(settings, run, data, dynamic_batch.RULES)
+        model = factory.prepare_model(settings, run, model, batches)  # fused, sharded, compiled
+        optimizer = factory.create_optimizer(settings, run, model)
         trainer = factory.create_trainer(
-            args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
+            settings, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
         )
         trainer.fit(checkpoint)  # the loop is in training/trainer.py
         trainer.report()

@@ -60,7 +60,9 @@ def load_source(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"--source {path}: no such file; clone KellerJordan/cifar10-airbench")
     loader = SourceFileLoader("airbench_source", str(path))
-    source = module_from_spec(spec_from_loader(loader.name, loader))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    source = module_from_spec(spec)
     try:
         loader.exec_module(source)
     except Exception as error:  # whatever another file does
@@ -87,15 +89,13 @@ def create_loader(source: ModuleType, split: ImageSplit, *, train: bool) -> Any:
 class NGDOfFixedNorm(NGD):
     """NGD of filters whose norms are set back before each step, as the peer's Muon does."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for weight in self.param_groups[0]["params"]:
             weight.data.mul_(len(weight) ** 0.5 / weight.data.norm())
         super().step(closure)
 
 
-def create_optimizers(
-    source: ModuleType, net: torch.nn.Module, *, name: str
-) -> list[torch.optim.Optimizer]:
+def create_optimizers(source: ModuleType, net: Any, *, name: str) -> list[torch.optim.Optimizer]:
     """The peer's two optimizers; the first group of the first one is the first layer's bias."""
     filters = [p for p in net.parameters() if p.ndim == 4 and p.requires_grad]
     norms = [p for name, p in net.named_parameters() if "norm" in name and p.requires_grad]
@@ -105,7 +105,7 @@ def create_optimizers(
         {"params": [net.head.weight], "lr": HEAD_LR, "weight_decay": WEIGHT_DECAY / HEAD_LR},
     ]
     sgd = torch.optim.SGD(groups, momentum=SGD_MOMENTUM, nesterov=True, fused=True)
-    settings = {"lr": FILTER_LR, "momentum": MUON_MOMENTUM, "nesterov": True}
+    settings: dict[str, Any] = {"lr": FILTER_LR, "momentum": MUON_MOMENTUM, "nesterov": True}
     if name == "ngd":
         of_filters = NGDOfFixedNorm(filters, weight_decay=0.0, **settings)
     else:

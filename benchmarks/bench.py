@@ -33,7 +33,8 @@ from cli.flag_parser import path_text
 from errors import InputError
 from training import run_log
 
-Name, Value = TypeVar("Name"), TypeVar("Value")  # of a side, and what a turn measures
+Name = TypeVar("Name")  # of a side
+Value = TypeVar("Value")  # what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the

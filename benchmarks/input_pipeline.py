@@ -68,8 +68,15 @@ def ours(folder: str, workers: int) -> Iterator[int]:
     train, decoder = splits["train"], image_batches.FileDecoder(workers)
     mean, std = image_batches.channel_statistics(train, decoder)
     augmentation = AUGMENTATIONS["folder"]
-    settings = {"device": torch.device("cpu"), "decoder": decoder, "resident": False}
-    data = image_batches.ImageDataset(train, augmentation, mean=mean, std=std, **settings)
+    data = image_batches.ImageDataset(
+        train,
+        augmentation,
+        mean=mean,
+        std=std,
+        device=torch.device("cpu"),
+        decoder=decoder,
+        resident=False,
+    )
     sampler, sizes = Sampler(len(data), seed=0), batch_sizes(len(data), BATCH)
     for epoch in itertools.count():
         for _, labels in data.batches(sampler.epoch(epoch, sizes), epoch):
@@ -88,14 +95,22 @@ def peer(name: str, folder: str, workers: int) -> Iterator[int]:
     def batches() -> Iterator[int]:
         if name == "timm":  # which normalises batches of bytes, as ours does
             data = timm.data.create_dataset("", root=folder)
-            settings = {"is_training": True, "num_workers": workers, "mean": MEAN, "std": STD}
-            shape, device = (3, SIZE, SIZE), torch.device("cpu")
-            loader = timm.data.create_loader(data, shape, BATCH, device=device, **settings)
+            loader = timm.data.create_loader(
+                data,
+                (3, SIZE, SIZE),
+                BATCH,
+                device=torch.device("cpu"),
+                is_training=True,
+                num_workers=workers,
+                mean=MEAN,
+                std=STD,
+            )
             data.transform = transforms.Compose([*geometry, timm.data.transforms.ToNumpy()])
         else:
             data = datasets.ImageFolder(folder, transforms.Compose([*geometry, *floats]))
-            settings = {"num_workers": workers, "persistent_workers": True}
-            loader = DataLoader(data, BATCH, shuffle=True, **settings)
+            loader = DataLoader(
+                data, BATCH, shuffle=True, num_workers=workers, persistent_workers=True
+            )
         for _, labels in itertools.chain.from_iterable(itertools.repeat(loader)):
             yield len(labels)
 
@@ -108,7 +123,11 @@ def opened(side: Callable[..., Iterator[int]], folder: str, workers: int) -> Ite
     return side(folder, workers)
 
 
-SIDES = {"ours": ours, "torchvision": partial(peer, "torchvision"), "timm": partial(peer, "timm")}
+SIDES: dict[str, Callable[..., Iterator[int]]] = {
+    "ours": ours,
+    "torchvision": partial(peer, "torchvision"),
+    "timm": partial(peer, "timm"),
+}
 if importlib.util.find_spec("timm") is None:
     del SIDES["timm"]
 

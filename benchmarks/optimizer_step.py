@@ -120,7 +120,8 @@ class Side:
 
 def build_sides(workload: Workload) -> dict[str, Side]:
     """Return all optimizers, after their first steps; Muon where bf16 is fast."""
-    gradients, common = workload.gradients(), {"lr": LR, "weight_decay": WEIGHT_DECAY}
+    gradients = workload.gradients()
+    common: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
     makers: dict[str, Callable[[nn.Module], Any]] = {
         OURS: lambda m: NGD(ngd_groups(m, WEIGHT_DECAY), lr=LR),
         "KaldiNGD": lambda m: KaldiNGD(

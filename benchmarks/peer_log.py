@@ -16,8 +16,7 @@ import torch
 
 from backends.device import peak_memory
 from backends.machine import describe_machine
-from cli.flag_parser import file_path, path_text
-from cli.flags import count, natural
+from cli.flag_parser import count, file_path, natural, path_text
 from errors import InputError
 from training.run_folder import lock_run_folder
 from training.run_log import RunLog

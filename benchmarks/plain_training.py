@@ -36,7 +36,7 @@ from torchvision import datasets, transforms
 
 from benchmarks import bench, trainers
 from benchmarks.peer_log import PeerLog, peer_parser
-from cli.flags import below_one, count, positive
+from cli.flag_parser import below_one, count, positive
 from errors import exit_code
 from input_pipeline import text_datasets
 
@@ -64,9 +64,9 @@ class Recipe:
             texts=opened.run.script == "transformer_test",
             metadata=opened.data.metadata,
             model=model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
-            lr=opened.args.lr,
-            momentum=opened.args.momentum,
-            weight_decay=opened.args.weight_decay,
+            lr=opened.settings.lr,
+            momentum=opened.settings.momentum,
+            weight_decay=opened.settings.weight_decay,
         )
 
     def in_own_memory(self) -> Recipe:

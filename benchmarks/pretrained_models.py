@@ -86,7 +86,9 @@ def write_images(folder: Path, name: str, data_dir: str, *, rows: int, size: int
         ("val", splits["train"], val),
         ("test", splits["test"], test),
     ):
-        for row, pixels in zip(chosen.tolist(), source.select_rows(chosen).pixels):
+        pixels_of_rows = source.select_rows(chosen).pixels
+        assert pixels_of_rows is not None
+        for row, pixels in zip(chosen.tolist(), pixels_of_rows):
             path = folder / split / classes[source.labels[row]] / f"{row}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             image = Image.fromarray(np.asarray(pixels).squeeze())

@@ -102,6 +102,7 @@ def measure_script(
         recipe = Recipe.of(opened)
     starts = {}
     for side in sides:
+        work: tuple[Any, ...]
         if side in OURS:
             work = trainers.train_steps, name, [*flags, *OURS[side].split()]
         else:

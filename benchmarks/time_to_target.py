@@ -214,7 +214,7 @@ def measure_rates(
         subprocess.TimeoutExpired: the ranks take far too long.
     """
     turns, steps = SIZES[quick]
-    given = {
+    given: dict[str, Any] = {
         "runs": {name: str(folder.resolve()) for name, folder in runs.items()},
         "turns": turns,
         "steps": steps,

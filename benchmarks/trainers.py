@@ -5,7 +5,6 @@ next(train_steps("resnet50", ["--bs", "64"]))                   # samples of one
 trainer = step_trainer(model, optimizer)                        # no data: trainer.train_step(x, y)
 """
 
-import argparse
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,8 @@ import resnet50_test
 import transformer_test
 from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
+from cli.data import Data, Run
+from cli.settings import Settings
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from errors import InputError
@@ -46,9 +47,9 @@ ROWS = 64  # of the data set that is not there
 class Opened:
     """What a script has created before its first step, as its `main` does."""
 
-    args: argparse.Namespace
-    run: factory.Run
-    data: factory.Data
+    settings: Settings
+    run: Run
+    data: Data
     trainer: Trainer
     checkpoint: Checkpoint | None  # what it goes on from
 
@@ -64,29 +65,29 @@ def open_script(
 
     `create_optimizer` makes an optimizer of the model that no flag names.
     """
-    args, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
-    if args.arch.startswith(HF):
-        raise InputError(f"--arch {args.arch}: only the script itself reads it")
+    settings, checkpoint = options.parse(script.parser(), script.SCRIPT, arguments)
+    if settings.arch.startswith(HF):
+        raise InputError(f"--arch {settings.arch}: only the script itself reads it")
     task = TASKS[script.SCRIPT]
-    run = factory.create_run(args, script.SCRIPT, world, checkpoint)
-    data = task.load_data(args, run)
+    run = factory.create_run(settings, script.SCRIPT, world, checkpoint)
+    data = task.load_data(settings, run)
     if task is image_classification:
-        model = image_classification.create_model(args, run, data.metadata, images=data.train)
+        model = image_classification.create_model(settings, run, data.metadata, images=data.train)
     else:
-        model = task.create_model(args, run, data.metadata)
+        model = task.create_model(settings, run, data.metadata)
     loss = factory.create_loss(
-        args, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
+        settings, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
-    batches = factory.create_batch_sampler(args, run, data, dynamic_batch.RULES)
-    model = factory.prepare_model(args, run, model, batches)
+    batches = factory.create_batch_sampler(settings, run, data, dynamic_batch.RULES)
+    model = factory.prepare_model(settings, run, model, batches)
     if create_optimizer is not None:
         optimizer = create_optimizer(model)
     else:
-        optimizer = factory.create_optimizer(args, run, model, script.OPTIMIZERS)
+        optimizer = factory.create_optimizer(settings, run, model)
     trainer = factory.create_trainer(
-        args, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
+        settings, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
     )
-    return Opened(args, run, data, trainer, checkpoint)
+    return Opened(settings, run, data, trainer, checkpoint)
 
 
 @contextlib.contextmanager
@@ -102,8 +103,8 @@ def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
     with tempfile.TemporaryDirectory() as folder:
         usual = ["--optimizer", OPTIMIZERS[name], "--backend", "eager"]
         arguments = [*usual, *flags, "--out", f"{folder}/run"]
-        args, _ = options.parse(script.parser(), script.SCRIPT, arguments)
-        with init_world(args.device) as world:
+        settings, _ = options.parse(script.parser(), script.SCRIPT, arguments)
+        with init_world(settings.device) as world:
             opened = open_script(script, arguments, world)
             opened.trainer.wrap_model()
             opened.trainer.model.train()

@@ -1,14 +1,14 @@
 """The flags that are not supported together: one table, checked at the start of a run.
 
-check(args)          # raises InputError with one line for the first conflict
+check(flags)         # raises InputError with one line for the first conflict
 """
 
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import ON, Not, Values, conditions_in_words, holds
-from cli.flags import WIRE_BITS
+from cli.settings import WIRE_BITS
 from errors import InputError
 
 SHARDED = {"parallel": ("fsdp", "hsdp")}
@@ -75,30 +75,30 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
 )  # fmt: skip
 
 
-def check(args: Namespace) -> None:
+def check(flags: Mapping[str, Any]) -> None:
     """Refuse flags that are not supported together.
 
     Raises:
         InputError: the first conflict of the table.
     """
-    if problem := first_conflict(args):
+    if problem := first_conflict(flags):
         raise InputError(problem)
 
 
-def first_conflict(args: Namespace) -> str:
+def first_conflict(flags: Mapping[str, Any]) -> str:
     """What `check` says of the flags; '' where they go together."""
-    for flags, others, why in CONFLICTS:
-        for one in held(flags, args):
-            for other in held(others, args):
+    for alternatives, others, why in CONFLICTS:
+        for one in held(alternatives, flags):
+            for other in held(others, flags):
                 return f"{one} is not supported with {other}: {why}"
     return ""
 
 
-def held(alternatives: Sequence[Values], args: Namespace) -> list[str]:
+def held(alternatives: Sequence[Values], flags: Mapping[str, Any]) -> list[str]:
     """Those of some values that the flags have, as a user gives them."""
     return [
-        conditions_in_words({name: (getattr(args, name, None),)})
+        conditions_in_words({name: (flags.get(name),)})
         for each in alternatives
         for name, values in each.items()
-        if holds(args, name, values)
+        if holds(flags, name, values)
     ]

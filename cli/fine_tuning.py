@@ -1,11 +1,10 @@
 """Fine-tuning by flags, for both scripts: weights from elsewhere, frozen layers.
 
-saved = read_saved_model(args, run)
-data = begin_with_weights(args, run, model, saved, data)
+saved = read_saved_model(settings, run)
+data = begin_with_weights(settings, run, model, saved, data)
 """
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import MIN_EVAL_BATCH, Data, Run
+from cli.data import Data, Run
+from cli.factory import MIN_EVAL_BATCH
 from cli.flag_parser import flat
+from cli.settings import Settings
+from cli.text_classification import TextSettings
 from distributed.agreement import local_main_first
 from errors import InputError
 from models import image_models, pretrained
@@ -24,41 +26,41 @@ from training import linear_probe
 from training.checkpoint import load_into
 from training.evaluation import EVAL_SET_NAMES
 
-MODEL_FLAGS = ("arch", "max_len", "model_args")  # which weights must share with the model
 MOST_PROBED = 10_000  # rows of a set that a linear probe sees
 
 
-def read_saved_model(args: Namespace, run: Run) -> SavedModel | None:
+def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
     """What --weights or --arch hf:NAME names; None without both.
 
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
-    if args.weights is None and args.arch.startswith(HF) and "max_len" in args:
-        with local_main_first(run.world), refused(args.arch):
-            return read_encoder(args.arch)
-    if args.weights is None and args.freeze:
+    is_of_texts = isinstance(settings, TextSettings)
+    if settings.weights is None and settings.arch.startswith(HF) and is_of_texts:
+        with local_main_first(run.world), refused(settings.arch):
+            return read_encoder(settings.arch)
+    if settings.weights is None and settings.freeze:
         raise InputError(
             "--freeze needs --weights or --arch hf:NAME: else all layers but the last stay random"
         )
-    if args.weights is None:
+    if settings.weights is None:
         return None
     with local_main_first(run.world):
-        if args.weights != "DEFAULT":
-            saved = pretrained.read_saved_model(Path(args.weights))
-        elif "max_len" in args:
+        if settings.weights != "DEFAULT":
+            saved = pretrained.read_saved_model(Path(settings.weights))
+        elif is_of_texts:
             raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
         else:
-            weights, names = image_models.default_weights(args.arch)
+            weights, names = image_models.default_weights(settings.arch)
             saved = SavedModel(weights, names)
-        if "max_len" not in args and not saved.preprocessing:
-            usual = image_models.usual_preprocessing(args.arch)
+        if not is_of_texts and not saved.preprocessing:
+            usual = image_models.usual_preprocessing(settings.arch)
             saved = dataclasses.replace(saved, preprocessing=usual)
         return saved
 
 
 def begin_with_weights(
-    args: Namespace, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
+    settings: Settings, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
 ) -> Data:
     """Load weights into a new model, and let a new classifier begin as a linear probe.
 
@@ -72,43 +74,44 @@ def begin_with_weights(
     Raises:
         InputError: the weights are not of this model.
     """
-    if saved is None and not args.freeze:
+    if saved is None and not settings.freeze:
         return data
     is_new = False
     if run.checkpoint is not None:
         load_into(model, run.checkpoint.state["model"], "model")
     if saved is not None:
-        line, is_new = load_weights(args, run, model, saved, data.metadata)
+        line, is_new = load_weights(settings, run, model, saved, data.metadata)
         if run.world.is_main:
             print(line, flush=True)
     head = linear_probe.last_linear(model)
     if head is None:
         return data
-    return probe(args, run, model, head, data, is_new=is_new and args.head == "probe")
+    return probe(settings, run, model, head, data, is_new=is_new and settings.head == "probe")
 
 
 def load_weights(
-    args: Namespace, run: Run, model: nn.Module, saved: SavedModel, metadata: Mapping[str, Any]
+    settings: Settings, run: Run, model: nn.Module, saved: SavedModel, metadata: Mapping[str, Any]
 ) -> tuple[str, bool]:
     """Load weights into a new model; return what `pretrained.load_pretrained` does."""
-    if isinstance(model, Encoder) and args.weights is None:
-        with local_main_first(run.world), refused(args.arch):
-            return model.load(args.arch, metadata["classes"])
-    fixed = ("arch",) if isinstance(model, Encoder) else MODEL_FLAGS  # of which --max_len is free
-    flags = [name for name in fixed if name in args]
+    if isinstance(model, Encoder) and settings.weights is None:
+        with local_main_first(run.world), refused(settings.arch):
+            return model.load(settings.arch, metadata["classes"])
+    flags = settings.model_flags
+    if isinstance(model, Encoder):
+        flags = ("arch",)  # as it takes texts of any length
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
-    own = flat(vars(args))
+    own = flat(vars(settings))
     if other := next((name for name in given if own.get(name) != given[name]), None):
         raise InputError(
-            f"--weights {args.weights}: is of a model of --{other}={given[other]}; give that "
+            f"--weights {settings.weights}: is of a model of --{other}={given[other]}; give that "
             f"instead of {own.get(other)}"
         )
     line, is_new = pretrained.load_pretrained(
         image_models.part_for_colours(model),
         saved,
-        args.weights,
+        str(settings.weights),
         classes=metadata["classes"],
-        flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in args),
+        flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in own),
         kept=("prior", "prior_weight"),  # they are of the data
     )
     if saved.preprocessing:
@@ -117,7 +120,7 @@ def load_weights(
 
 
 def probe(
-    args: Namespace, run: Run, model: nn.Module, head: nn.Linear, data: Data, *, is_new: bool
+    settings: Settings, run: Run, model: nn.Module, head: nn.Linear, data: Data, *, is_new: bool
 ) -> Data:
     """Fit a new head to what the network computes before it; and with --freeze keep that.
 
@@ -126,7 +129,7 @@ def probe(
         is_new: whether the head is fitted; else its weights stay.
     """
     trained = {p for p in model.parameters() if p.requires_grad}
-    keeps = args.freeze and keeps_features(args) and trained <= {*head.parameters()}
+    keeps = settings.freeze and keeps_features(settings) and trained <= {*head.parameters()}
     if not (is_new or keeps):
         return data
     most, world = None if keeps else MOST_PROBED, run.world
@@ -174,14 +177,12 @@ def probe(
     return dataclasses.replace(data, train=train, eval_sets=features, model_mixes=False)
 
 
-def keeps_features(args: Namespace) -> bool:
+def keeps_features(settings: Settings) -> bool:
     """Whether a frozen network computes the same of a row in every epoch."""
     return (
-        getattr(args, "augment", "none") == "none"
-        and not getattr(args, "augment_args", {}).get("small_epochs")
-        and not getattr(args, "random_erasing", 0)
-        and getattr(args, "test_views", "none") == "none"
-        and args.mixup == "none"
-        and args.backend in ("auto", "eager")
-        and args.parallel == "ddp"
+        settings.repeats_samples
+        and settings.views == 1
+        and settings.mixup == "none"
+        and settings.backend in ("auto", "eager")
+        and settings.parallel == "ddp"
     )

@@ -1,9 +1,11 @@
-"""Flags: each is declared once, and argparse reads them.
+"""Flags: each is declared once, as a typed field of a settings class, and argparse reads them.
 
-    parser = ScriptParser(description=__doc__)
-    add = parser.group("training")
-    add("--clip", not_negative, 0.0, "norm to which gradients are clipped; 0 is off")
-    add("--alpha", positive, 0.99, "strength of mixing", only_with=[{"mixup": ON}])
+    @dataclass(frozen=True, kw_only=True)
+    class MixingSettings:
+        title = "mixing of samples"
+        alpha: float = flag(positive, 0.99, "strength of mixing", only_with=[{"mixup": ON}])
+
+    parser.declare_group(MixingSettings)
     parser.given(["--alpha", "0.2"])     # {"alpha": 0.2}
 
 A declaration also says to what a flag belongs (`Scope`) and with which others it means something
@@ -22,10 +24,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from errors import InputError, did_you_mean
 
@@ -195,12 +197,12 @@ ON = Not(OFF)
 Values = Mapping[str, Sequence[Any]]  # by name of a flag, those of its values that are meant
 
 
-def holds(args: argparse.Namespace, name: str, values: Sequence[Any]) -> bool:
+def holds(flags: Mapping[str, Any], name: str, values: Sequence[Any]) -> bool:
     """Whether a flag has one of these values; `processes` is whether the job has several."""
     if name == "processes":
         value: Any = int(os.environ.get("WORLD_SIZE", 1)) > 1
     else:
-        value = getattr(args, name)
+        value = flags[name]
     return (value in values) != isinstance(values, Not)
 
 
@@ -270,12 +272,25 @@ class Flag:
             text += f" (default {format_default(self.default)})"
         return text
 
-    def has_effect(self, args: argparse.Namespace) -> bool:
+    def has_effect(self, flags: Mapping[str, Any]) -> bool:
         """Whether all values of an alternative of `only_with` hold."""
         return not self.only_with or any(
-            all(holds(args, name, values) for name, values in each.items())
+            all(holds(flags, name, values) for name, values in each.items())
             for each in self.only_with
         )
+
+
+def flag(
+    type: Callable[[str], Any], default: Any, help: str, *, names: str = "", **more: Any
+) -> Any:
+    """Declare a field of a settings class as a flag.
+
+    Args:
+        type: of these, and of `more`, `Flag` says what they are.
+        names: its spellings with dashes, separated by spaces; that of the field by default.
+    """
+    declaration = {"type": type, "default": default, "help": help, "names": names, **more}
+    return field(metadata=declaration)
 
 
 # -------------------------------------------------------------------- parsers
@@ -400,18 +415,27 @@ class ShowHelp(argparse.Action):
         parser.exit()
 
 
-class ScriptParser(FlagParser):
+T = TypeVar("T")
+
+
+class ScriptParser(FlagParser, Generic[T]):
     """The parser of an entry script; its flags are declared as in the example above.
+
+    Args:
+        kind: the settings class that the flags become.
+        learning_rates: defaults of --lr, by optimizer.
 
     Attributes:
         flags: what is known of each flag, by its attribute, in the order of the declarations.
-        optimizers: the values of --optimizer and their defaults.
-        pretrained: defaults of a run that begins with pretrained weights, by attribute.
-        frozen: the same with --freeze.
-        pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
     """
 
-    def __init__(self, description: str | None, foreign: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        description: str | None,
+        foreign: Mapping[str, str],
+        kind: type[T],
+        learning_rates: Mapping[str, float],
+    ) -> None:
         super().__init__(description, foreign=foreign, add_help=False)
         self.add_argument(
             *("--help", "-h"),
@@ -422,26 +446,27 @@ class ScriptParser(FlagParser):
             metavar="all",
             help="the flags that most runs need, or all of them",
         )
+        self.kind, self.learning_rates = kind, learning_rates
         self.flags: dict[str, Flag] = {}
-        self.optimizers: Mapping[str, Any] = {}
-        self.pretrained: dict[str, Any] = {}
-        self.frozen: dict[str, Any] = {}
-        self.pretrained_lr: dict[str, float] = {}
 
-    def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:
-        """Declare a flag.
+    def declare_group(self, group: Any, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Declare the flags that a settings class adds to its bases.
 
         Args:
-            group: that lists it.
-            names: its spellings with dashes, separated by spaces.
-            declaration: its type, default and help.
-            more: further attributes of `Flag`.
+            group: the class; --help lists its fields below its `title`.
+            changes: what differs from a field's declaration, by field.
         """
-        spellings = names.split()
-        more = {"dest": spellings[0].lstrip("-"), **more}
-        if declaration[0] is setting:
-            more |= {"nargs": "+", "metavar": "NAME=VALUE"}
-        flag = Flag(spellings, *declaration, group=str(group.title), **more)
+        listed = self.add_argument_group(group.title)
+        for each in fields(group):
+            if each.metadata and each.name in group.__annotations__:
+                declaration = {**each.metadata, **changes.get(each.name, {})}
+                names = (declaration.pop("names") or f"--{each.name}").split()
+                if declaration["type"] is setting:
+                    declaration |= {"nargs": "+", "metavar": "NAME=VALUE"}
+                self._add(listed, Flag(names, **declaration, group=group.title, dest=each.name))
+
+    def _add(self, group: Any, flag: Flag) -> None:
+        """Have argparse read a flag."""
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.type is not switch:
             settings = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar or None}
@@ -450,7 +475,7 @@ class ScriptParser(FlagParser):
             if flag.nargs == "?":
                 settings["const"] = ""
         self.flags[flag.dest] = flag
-        group.add_argument(*spellings, dest=flag.dest, default=argparse.SUPPRESS, **settings)
+        group.add_argument(*flag.names, dest=flag.dest, default=argparse.SUPPRESS, **settings)
 
     def settings(self) -> list[Flag]:
         """The flags that take NAME=VALUE."""
@@ -490,25 +515,23 @@ class ScriptParser(FlagParser):
         result = {**values, **given}
         for flag in self.settings():
             old, new = str(values.get(flag.owner)), str(result.get(flag.owner))
-            # Policies of --augment share what they set; optimizers mean other things by a name.
-            is_alike = flag.owner == "augment" and flag.parts.get(old) == flag.parts.get(new)
+            is_alike = flag.parts.get(old) is flag.parts.get(new)  # declared as one, as policies
             before = values[flag.dest] if old == new or is_alike else {}
             result[flag.dest] = {**before, **given.get(flag.dest, {})}
         return result
 
-    def complete(self, args: argparse.Namespace) -> None:
-        """Check the settings that were given, and add the defaults of the others, in place.
+    def complete(self, flags: dict[str, Any]) -> None:
+        """Check the settings of parts that were given, and add the defaults of others, in place.
 
         Raises:
             InputError: a part has no such setting, or the value is of another kind.
         """
         for flag in self.settings():
-            settings = flag.parts.get(getattr(args, flag.owner, ""), {})
-            given = getattr(args, flag.dest)
+            chosen = flags[flag.owner] if flag.owner else ""
+            settings, given = flag.parts.get(chosen, {}), flags[flag.dest]
             for key, value in given.items():
                 problem = f"{flag.name} {key}={value}"
                 if key not in settings:
-                    chosen = getattr(args, flag.owner, "")
                     part = f"--{flag.owner} {chosen}" if flag.owner else "the model"
                     raise InputError(
                         f"{problem}: {part} has no such setting; it has "
@@ -517,7 +540,7 @@ class ScriptParser(FlagParser):
                 if not fits(value, settings[key]):
                     kind = "a number" if settings[key] is None else f"like {settings[key]}"
                     raise InputError(f"{problem}: must be {kind}")
-            setattr(args, flag.dest, {**settings, **given})
+            flags[flag.dest] = {**settings, **given}
 
     def find(self, name: str) -> Flag | None:
         """The flag of any spelling, without dashes in front; None if there is none."""
@@ -528,7 +551,7 @@ class ScriptParser(FlagParser):
         """The attributes of the flags that belong to one of these scopes."""
         return [name for name, flag in self.flags.items() if flag.scope in scopes]
 
-    def unused(self, given: Iterable[str], args: argparse.Namespace) -> list[str]:
+    def unused(self, given: Iterable[str], flags: Mapping[str, Any]) -> list[str]:
         """A line for each flag that was given and has no effect.
 
         Args:
@@ -538,7 +561,7 @@ class ScriptParser(FlagParser):
         """
         lines = []
         for flag in map(self.flags.__getitem__, given):
-            if getattr(args, flag.dest) is not False and not flag.has_effect(args):
+            if flags[flag.dest] is not False and not flag.has_effect(flags):
                 meant = " or ".join(map(conditions_in_words, flag.only_with))
                 lines.append(f"{flag.name} has no effect here: it is for {meant}")
         return lines

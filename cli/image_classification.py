@@ -1,8 +1,8 @@
 """What only the image script builds from flags: its own flags, data, model, predictions, export."""
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from cli.factory import Data, Run, choose_rows, report_baseline, report_predictions
-from cli.flag_parser import ON, Choice, Scope, ScriptParser, number, own, setting, switch
+import mixup
+from cli.data import Data, Run, report_baseline, use_rows
+from cli.factory import report_predictions
+from cli.flag_parser import ON, Choice, Scope, flag, number, own, setting, switch
+from cli.settings import Settings
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError, refused_as
@@ -35,45 +38,67 @@ SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped a
 CROPS = ("auto", "resized", "pad", "center")
 
 
-# fmt: off
-def add_flags(parser: ScriptParser) -> None:
-    """Declare the flags of images."""
-    parser.pretrained = {
-        "batch_size": 16, "epochs": 5, "lr_schedule": "polynomial", "crop": "pad",
+SMALL_FIRST = own(Augmentation, "small_epochs", "small_size", "small_stages")
+CHANGES = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **SMALL_FIRST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(Settings):
+    """What resnet50_test.py can be told."""
+
+    title = "images"
+    datasets, mixing = list(AUGMENTATIONS), mixup.KINDS
+    pretrained = {
+        "batch_size": 16,
+        "epochs": 5,
+        "lr_schedule": "polynomial",
+        "crop": "pad",
         "freeze_norms": True,
     }
-    parser.pretrained_lr = {"ngd": 1.5e-3, "muon": 1.5e-3, "adamw": 3e-4, "sgd": 1e-3}
-    parser.frozen = {"augment": "none"}
-    add = parser.group("images")
-    small = own(Augmentation, "small_epochs", "small_size", "small_stages")
-    changed = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **small}
-    add("--arch", str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
+    pretrained_lr = {"ngd": 1.5e-3, "muon": 1.5e-3, "adamw": 3e-4, "sgd": 1e-3}
+    frozen = {"augment": "none"}
+    model_flags = ("arch",)
+
+    # fmt: off
+    arch: str = flag(str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
-    add("--image_size", number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images are "
-        "scaled; 0 is the data set's own size, for folder that of --weights, else 32",
+    image_size: int = flag(number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images "
+        "are scaled; 0 is the data set's own size, for folder that of --weights, else 32",
         metavar="PIXELS", common=True)
-    add("--augment", Choice(["standard", "none", *POLICIES]), "standard", "random changes of "
-        "training images: crops and flips (standard), and besides the policies TrivialAugment, "
-        "RandAugment or AutoAugment", common=True)
-    add("--crop", Choice(CROPS), "auto", "part of a training image: of random size, read anew in "
-        "each epoch (resized), shifted by some pixels (pad) or the centre (center); auto is pad, "
-        f"and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
-    add("--random_erasing", number(float, 0, 1), 0.0, "probability that a rectangle of a training "
-        "image is erased", metavar="P")
-    add("--augment_args", setting, {}, "pad, fill (black or reflect) and alternate of crops and "
-        "flips; jitter of colours; in small_epochs first epochs images grow from small_size in "
-        "small_stages", owner="augment",
-        parts={**dict.fromkeys(["standard", *POLICIES], changed), "none": small})
-    add("--freeze_norms", switch, False, "statistics of BatchNorm that stay those of --weights, "
-        "with which this is on")
-    add("--test_views", Choice(VIEWS), "none", "views of a test image over which outputs are "
+    augment: str = flag(Choice(["standard", "none", *POLICIES]), "standard",
+        "random changes of training images: crops and flips (standard), and besides the policies "
+        "TrivialAugment, RandAugment or AutoAugment", common=True)
+    crop: str = flag(Choice(CROPS), "auto", "part of a training image: of random size, read anew "
+        "in each epoch (resized), shifted by some pixels (pad) or the centre (center); auto is "
+        f"pad, and resized for folder above {SMALL_IMAGE} pixels", only_with=[{"augment": ON}])
+    random_erasing: float = flag(number(float, 0, 1), 0.0, "probability that a rectangle of a "
+        "training image is erased", metavar="P")
+    augment_args: dict[str, Any] = flag(setting, {}, "pad, fill (black or reflect) and alternate "
+        "of crops and flips; jitter of colours; in small_epochs first epochs images grow from "
+        "small_size in small_stages", owner="augment",
+        parts={**dict.fromkeys(["standard", *POLICIES], CHANGES), "none": SMALL_FIRST})
+    freeze_norms: bool = flag(switch, False, "statistics of BatchNorm that stay those of "
+        "--weights, with which this is on")
+    test_views: str = flag(Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
-    add("--resident", Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded in "
-        "each epoch; auto keeps them if they fit", scope=Scope.NODE)
-# fmt: on
+    resident: str = flag(Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded "
+        "in each epoch; auto keeps them if they fit", scope=Scope.NODE)
+    # fmt: on
+
+    @property
+    def views(self) -> int:
+        return VIEWS[self.test_views]
+
+    @property
+    def repeats_samples(self) -> bool:
+        return self.augment == "none" and not self.random_erasing and not self.several_sizes
+
+    @property
+    def several_sizes(self) -> bool:
+        return self.augment_args["small_epochs"] > 0
 
 
-def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Data:
+def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None) -> Data:
     """Training, validation and test images, prepared as for the weights that a run begins with.
 
     The classes, size, interpolation, mean and standard deviation of a checkpoint are taken where
@@ -86,37 +111,41 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         InputError: the data set is missing or broken.
     """
     given = run.checkpoint.metadata if run.checkpoint else saved.preprocessing if saved else {}
-    own_size = given.get("size", 0) if args.dataset == "folder" else 0
+    own_size = given.get("size", 0) if settings.dataset == "folder" else 0
     with local_main_first(run.world):
         splits, classes = image_datasets.read_image_splits(
-            args.dataset,
-            args.data_dir,
-            image_size=args.image_size or own_size,
+            settings.dataset,
+            settings.data_dir,
+            image_size=settings.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
             classes=run.checkpoint.classes if run.checkpoint else (),
-            enough=["test", "val"] * args.evaluate + ["train"] * bool(args.val_fraction),
+            enough=["test", "val"] * settings.evaluate + ["train"] * bool(settings.val_fraction),
         )
-    chosen, fingerprint = choose_rows(args, run, splits, classes)
+    chosen, fingerprint = use_rows(settings, run, splits, classes)
     train = chosen["train"]
-    augmentation = create_augmentation(args, train.size)
-    if augmentation.by_row and args.resident == "yes":
+    augmentation = create_augmentation(settings, train.size)
+    if augmentation.by_row and settings.resident == "yes":
         raise InputError(
             "--resident yes: random policies, erasing and crops of random size change each image "
             "anew in every epoch; leave it out"
         )
     if augmentation.by_row:
         import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
-    decoder = FileDecoder(args.workers if train.files is not None or augmentation.by_row else 0)
+    decoder = FileDecoder(settings.workers if train.files is not None or augmentation.by_row else 0)
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
-            keep = is_resident(args, run, split) and not (name == "train" and augmentation.resized)
+            keep = is_resident(settings, run, split) and not (
+                name == "train" and augmentation.resized
+            )
             chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
         measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
         mean, std = (given["mean"], given["std"]) if given else on_main(run.world, measure)
     metadata = {
         "classes": classes,
         "data": fingerprint,
-        "baseline": report_baseline(args, run, chosen, partial(image_baseline, decoder=decoder)),
+        "baseline": report_baseline(
+            settings, run, chosen, partial(image_baseline, decoder=decoder)
+        ),
         "mean": of_channels(mean, train.channels),
         "std": of_channels(std, train.channels),
         "channels": train.channels,
@@ -130,11 +159,11 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
             mean=metadata["mean"],
             std=metadata["std"],
             device=run.world.device,
-            seed=args.seed,
+            seed=settings.seed,
             decoder=decoder,
             resident=(
                 split.pixels is not None
-                and is_resident(args, run, split)
+                and is_resident(settings, run, split)
                 and not (name == "train" and augmentation.by_row)
             ),
         )
@@ -149,13 +178,13 @@ def of_channels(values: Sequence[float], channels: int) -> list[float]:
     return list(values) if len(values) == channels else [sum(values) / len(values)] * channels
 
 
-def is_resident(args: Namespace, run: Run, split: ImageSplit) -> bool:
+def is_resident(settings: ImageSettings, run: Run, split: ImageSplit) -> bool:
     """Whether the pixels of a split are kept in memory, by --resident."""
     fits = image_batches.fits_in_memory(split, run.world.device)
-    return {"auto": fits, "yes": True, "no": False}[args.resident]
+    return {"auto": fits, "yes": True, "no": False}[settings.resident]
 
 
-def create_augmentation(args: Namespace, size: int) -> Augmentation:
+def create_augmentation(settings: ImageSettings, size: int) -> Augmentation:
     """What happens to training images.
 
     Args:
@@ -163,36 +192,36 @@ def create_augmentation(args: Namespace, size: int) -> Augmentation:
     Raises:
         InputError: a flag does not fit the data set or another flag.
     """
-    standard, settings = AUGMENTATIONS[args.dataset], args.augment_args
-    if not standard.flip and (settings.get("alternate") or args.test_views != "none"):
+    standard, own = AUGMENTATIONS[settings.dataset], settings.augment_args
+    if not standard.flip and (own.get("alternate") or settings.test_views != "none"):
         raise InputError(
-            f"--augment_args alternate and --test_views mirror images, and those of {args.dataset} "
-            "mean something else then; leave them out"
+            "--augment_args alternate and --test_views mirror images, and those of "
+            f"{settings.dataset} mean something else then; leave them out"
         )
-    given = {name: value for name, value in settings.items() if value is not None}
-    is_large = args.dataset == "folder" and size > SMALL_IMAGE
-    crop = args.crop
+    given = {name: value for name, value in own.items() if value is not None}
+    is_large = settings.dataset == "folder" and size > SMALL_IMAGE
+    crop = settings.crop
     if crop == "auto":
         is_padded = "pad" in given or given.get("fill") == "reflect"
         crop = "resized" if is_large and not is_padded else "pad"
     elif crop != "pad" and (given.get("pad") or given.get("fill") == "reflect"):
         raise InputError(f"--crop {crop}: pad and fill of --augment_args are for --crop pad")
     with refused_as("--augment_args"):
-        if args.augment == "none":
+        if settings.augment == "none":
             standard = Augmentation(pad=0, flip=False)
         elif crop != "pad":
             standard = dataclasses.replace(standard, pad=0, resized=crop == "resized")
-        if args.augment in POLICIES:
-            standard = dataclasses.replace(standard, policy=args.augment)
+        if settings.augment in POLICIES:
+            standard = dataclasses.replace(standard, policy=settings.augment)
         if is_large:
             standard = dataclasses.replace(standard, learned_on="imagenet")
-        augmentation = dataclasses.replace(standard, erasing=args.random_erasing, **given)
+        augmentation = dataclasses.replace(standard, erasing=settings.random_erasing, **given)
         augmentation.check_size(size)
     return augmentation
 
 
 def create_model(
-    args: Namespace, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset
+    settings: ImageSettings, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset
 ) -> nn.Module:
     """The model of --arch, channels_last, on its device.
 
@@ -200,16 +229,16 @@ def create_model(
         metadata: of the data.
         images: the training set, from whose pixels some networks take first weights.
     """
-    model = ImageCard.read({**metadata, "flags": vars(args)}).create_model()
-    augmentation = create_augmentation(args, metadata["size"])
+    model = ImageCard.read({**metadata, "flags": vars(settings)}).create_model()
+    augmentation = create_augmentation(settings, metadata["size"])
     epochs = range(augmentation.small_epochs)
     sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
     for size in sorted(sizes):  # those of small_epochs are smaller
-        image_models.checked(model, args.arch, channels=metadata["channels"], image_size=size)
+        image_models.checked(model, settings.arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
-    if args.freeze:
+    if settings.freeze:
         pretrained.freeze_all_but_classifier(model)
-    elif args.freeze_norms:
+    elif settings.freeze_norms:
         pretrained.hold_norms(model)
     if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))
@@ -218,11 +247,11 @@ def create_model(
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def predict(args: Namespace, run: Run) -> None:
-    """Classify the image files of --predict, and those below its folders."""
+def predict(settings: ImageSettings, run: Run, paths: Sequence[str]) -> None:
+    """--predict: classify image files, and those below folders."""
     suffixes = image_datasets.image_suffixes()
-    found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in args.predict]
+    found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in paths]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
     samples = [Sample(own_data.utf8_name(file)) for file in files]
     notes = [note for _, notes in found_in for note in notes]
-    report_predictions(args, run, files, samples, notes=notes)
+    report_predictions(settings, run, files, samples, notes=notes)

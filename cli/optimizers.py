@@ -1,16 +1,21 @@
 """The values of --optimizer: how each is made, and its defaults but for the learning rate.
 
-OPTIMIZERS = optimizer_choices(sgd=0.1, adamw=3e-3, ngd=0.08, ...)      # docs/recipes.md has more
+OPTIMIZERS["ngd"].make(groups, lr=0.08, momentum=0.6, nesterov=True, betas=(0.9, 0.999))
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Any
 
-from cli.flags import OptimizerChoice
+import torch
+
 from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
 from optimizers.muon import Muon
-from optimizers.param_groups import ngd_groups
+from optimizers.param_groups import decay_groups, ngd_groups
 from optimizers.torch_fused import fused_adamw, fused_sgd
 from slamb import LAMB, SLAMB
 
@@ -18,26 +23,63 @@ MOMENTUM, ADAM = ("momentum", "nesterov"), ("betas",)
 COMPRESSION = ("compress_ratio", "compress_warmup", "local_steps", "dense_steps")
 
 
-def optimizer_choices(**lr: float) -> dict[str, OptimizerChoice]:
-    """All optimizers, by their name; `lr` has the default learning rate of each."""
-    sgd = partial(OptimizerChoice, flags=MOMENTUM, weight_decay=5e-4, nesterov=True)
-    whitened = partial(
-        OptimizerChoice,
-        flags=MOMENTUM + ADAM,
-        weight_decay=0.05,
-        nesterov=True,
-        momentum=0.6,
-        groups=ngd_groups,
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """A value of --optimizer."""
+
+    make: Callable[..., torch.optim.Optimizer]  # called as make(groups, lr=..., **settings)
+    flags: Sequence[str] = ()  # its own, by the names of its parameters
+    _: KW_ONLY
+    weight_decay: float  # of this and the next two: where the command line does not give them
+    nesterov: bool = False
+    momentum: float = 0.9
+    own: Sequence[str] = ()  # its settings of --opt_args
+    groups: Callable[..., list[dict[str, Any]]] = decay_groups  # called as groups(model, decay)
+
+
+_SGD = partial(OptimizerChoice, flags=MOMENTUM, weight_decay=5e-4, nesterov=True)
+_WHITENED = partial(
+    OptimizerChoice,
+    flags=MOMENTUM + ADAM,
+    weight_decay=0.05,
+    nesterov=True,
+    momentum=0.6,
+    groups=ngd_groups,
+)
+_KALDI = ("rank", "alpha", "eta", "update_period", "max_dim")
+_LAMB = partial(OptimizerChoice, weight_decay=0.01)
+
+OPTIMIZERS: Mapping[str, OptimizerChoice] = {
+    "sgd": _SGD(fused_sgd),
+    "adamw": OptimizerChoice(fused_adamw, ADAM, weight_decay=0.05),
+    "ngd": _WHITENED(NGD, own=("rank", "adamw_ratio")),
+    "kaldi_ngd": _SGD(KaldiNGD, own=_KALDI),
+    "muon": _WHITENED(Muon, own=("adamw_ratio",)),
+    "lars": _SGD(LARS, own=("trust_coefficient", "clip")),
+    "lamb": _LAMB(LAMB, ADAM),
+    "slamb": _LAMB(SLAMB, ADAM + COMPRESSION, own=("beta3",)),
+}
+
+
+def users(flag: str) -> dict[str, Sequence[str]]:
+    """The optimizers that have a flag, as `only_with` takes them."""
+    return {"optimizer": [name for name, choice in OPTIMIZERS.items() if flag in choice.flags]}
+
+
+def by_value(values: Mapping[str, float]) -> str:
+    """Write a value of each optimizer, for example '0.02 for sgd, ngd; 1 for lars'."""
+    names = defaultdict(list)
+    for optimizer, value in values.items():
+        names[value].append(optimizer)
+    return "; ".join(f"{value:g} for {', '.join(group)}" for value, group in names.items())
+
+
+def defaults_in_words(name: str) -> str:
+    """Write the default of a flag for each optimizer that has it."""
+    return by_value(
+        {
+            optimizer: getattr(choice, name)
+            for optimizer, choice in OPTIMIZERS.items()
+            if name == "weight_decay" or name in choice.flags
+        }
     )
-    kaldi = ("rank", "alpha", "eta", "update_period", "max_dim")
-    lamb = partial(OptimizerChoice, weight_decay=0.01)
-    return {
-        "sgd": sgd(fused_sgd, lr=lr["sgd"]),
-        "adamw": OptimizerChoice(fused_adamw, ADAM, lr=lr["adamw"], weight_decay=0.05),
-        "ngd": whitened(NGD, lr=lr["ngd"], own=("rank", "adamw_ratio")),
-        "kaldi_ngd": sgd(KaldiNGD, lr=lr["kaldi_ngd"], own=kaldi),
-        "muon": whitened(Muon, lr=lr["muon"], own=("adamw_ratio",)),
-        "lars": sgd(LARS, lr=lr["lars"], own=("trust_coefficient", "clip")),
-        "lamb": lamb(LAMB, ADAM, lr=lr["lamb"]),
-        "slamb": lamb(SLAMB, ADAM + COMPRESSION, lr=lr["slamb"], own=("beta3",)),
-    }

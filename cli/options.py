@@ -1,7 +1,7 @@
 """Reading and checking flags: command line, recipe, checkpoint.
 
-    parser = flags.shared_parser(__doc__, datasets=["cifar10", "mnist"], optimizers=OPTIMIZERS)
-    args, checkpoint = parse(parser, script="resnet50_test")
+    parser = script_parser(__doc__, ImageSettings, learning_rates={"sgd": 0.1, ...})
+    settings, checkpoint = parse(parser, script="resnet50_test")
 
 A value comes from the command line, else from --recipe, else from the checkpoint of --resume, else
 from the default. --warmup and --nesterov of the checkpoint that are the defaults there follow the
@@ -11,7 +11,6 @@ flags of the resume, as defaults do.
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Choice, Flag, Scope, ScriptParser, setting, switch
+from cli.optimizers import OPTIMIZERS
+from cli.settings import S, Settings
 from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
@@ -39,9 +40,9 @@ WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmu
 
 
 def parse(
-    parser: ScriptParser, script: str, arguments: Sequence[str] | None = None
-) -> tuple[Namespace, Checkpoint | None]:
-    """The flags, and the checkpoint to go on from or None; warns of flags without effect.
+    parser: ScriptParser[S], script: str, arguments: Sequence[str] | None = None
+) -> tuple[S, Checkpoint | None]:
+    """The settings, and the checkpoint to go on from or None; warns of flags without effect.
 
     Args:
         arguments: the command line; None is this process's own.
@@ -49,59 +50,67 @@ def parse(
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
     given = parser.given(sys.argv[1:] if arguments is None else arguments)
-    values = parser.defaults()
-    recipe: dict[str, Any] = {}
+    defaults, recipe = parser.defaults(), dict[str, Any]()
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
-    chosen = parser.merged(parser.merged(values, recipe), given)
-    values |= parser.pretrained if begins_with_weights(chosen) else {}
-    values |= parser.frozen if chosen["freeze"] else {}
-    command_line = Namespace(**values | {"out": recipe.get("out")} | given)
-    if command_line.resume == "auto":  # all ranks find the same, as none has written yet
-        if not (out := command_line.out):
+    chosen = parser.merged(parser.merged(defaults, recipe), given)
+    defaults |= parser.kind.pretrained if begins_with_weights(chosen) else {}
+    defaults |= parser.kind.frozen if chosen["freeze"] else {}
+    start = defaults | {"out": recipe.get("out")} | given
+    if start["resume"] == "auto":  # all ranks find the same, as none has written yet
+        if not (out := start["out"]):
             raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
         going_on = out if checkpoint.latest_files(Path(out)) else None
-        given["resume"] = command_line.resume = going_on
-    found, path = None, resume_path(command_line, script)
+        given["resume"] = start["resume"] = going_on
+    found, path = None, resume_path(start, script)
     if path is not None:
-        source = "--resume" if command_line.checkpoint is None else "--checkpoint"
+        source = "--resume" if start["checkpoint"] is None else "--checkpoint"
         found = checkpoint.load(path, script, flag=source)
         if found.warning:
             print_once(found.warning)
-        values |= restored_flags(found.flags, parser)
-        if uses_trained_model(command_line) and not device.is_here(values["device"]):
-            values |= {"device": "auto", "precision": "auto"}
-    values = parser.merged(values, recipe)
-    args = Namespace(**parser.merged(values, given))
-    for name, value in computed_defaults(vars(args), parser).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+        defaults |= restored_flags(found.flags, parser)
+        if uses_trained_model(start) and not device.is_here(defaults["device"]):
+            defaults |= {"device": "auto", "precision": "auto"}
+    flags = parser.merged(parser.merged(defaults, recipe), given)
+    for name, value in computed_defaults(flags, parser).items():
+        if flags[name] is None:
+            flags[name] = value
     for flag in parser.flags.values():
-        value, choice = getattr(args, flag.dest), flag.type
-        if isinstance(choice, Choice) and isinstance(value, str) and value not in choice.names:
-            if (now := choice.former.get(value)) is None:
-                there_is = ", ".join(choice.names)
-                problem = f"{flag.name} {value}: the checkpoint has it"
-                raise InputError(f"{problem}; now there is {there_is}")
-            setattr(args, flag.dest, now)
-            print_once(f"{flag.name} {value} is {now} now")
-    parser.complete(args)
-    if path is not None and args.out is None:
-        args.out = str(path if path.is_dir() else path.parent)
-    validate(args, script, resumed=found is not None)
+        flags[flag.dest] = present_name(flag, flags[flag.dest])
+    parser.complete(flags)
+    if path is not None and flags["out"] is None:
+        flags["out"] = str(path if path.is_dir() else path.parent)
+    settings = parser.kind(**flags)
+    validate(settings, script, resumed=found is not None)
     if found is not None:
-        if args.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
+        if settings.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
             found.flags["lr"] *= found.progress["lr_factor"]
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
-        found.changed = changed_flags(found.flags, args, parser)
-    if not uses_trained_model(args):
-        run_folder.check_overwritten(args.out, found)
-        for line in parser.unused(given, args):
+        found.changed = changed_flags(found.flags, flags, parser)
+    if not uses_trained_model(flags):
+        run_folder.check_overwritten(settings.out, found)
+        for line in parser.unused(given, flags):
             print_once(f"warning: {line}")
-        if args.lr_schedule != "constant" and create_lr_schedule(args).is_constant():
-            how_long = f"in the {args.epochs} epochs of this run"
-            print_once(f"warning: --lr_schedule {args.lr_schedule} changes no rate {how_long}")
-    return args, found
+        if settings.lr_schedule != "constant" and create_lr_schedule(settings).is_constant():
+            how_long = f"in the {settings.epochs} epochs of this run"
+            print_once(f"warning: --lr_schedule {settings.lr_schedule} changes no rate {how_long}")
+    return settings, found
+
+
+def present_name(flag: Flag, value: Any) -> Any:
+    """The value of a flag under the name that it has now, where a checkpoint has a former one.
+
+    Raises:
+        InputError: there is no such value any more.
+    """
+    choice = flag.type
+    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice.names:
+        return value
+    if (now := choice.former.get(value)) is None:
+        there_is = ", ".join(choice.names)
+        raise InputError(f"{flag.name} {value}: the checkpoint has it; now there is {there_is}")
+    print_once(f"{flag.name} {value} is {now} now")
+    return now
 
 
 def print_once(line: str) -> None:
@@ -110,7 +119,7 @@ def print_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, Any]:
+def restored_flags(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
     """The flags of a checkpoint that another start of its script takes over.
 
     Known data sets may lie elsewhere on this machine, where DATA_DIR says so.
@@ -130,7 +139,7 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser) -> dict[str, 
 
 
 def changed_flags(
-    before: Mapping[str, Any], args: Namespace, parser: ScriptParser
+    before: Mapping[str, Any], flags: Mapping[str, Any], parser: ScriptParser[S]
 ) -> dict[str, list[Any]]:
     """The flags in which a run that goes on differs from its checkpoint, as [before, now].
 
@@ -140,28 +149,28 @@ def changed_flags(
     changed = {}
     for name in parser.of_scope(Scope.RESULT, Scope.PLACE):
         flag = parser.flags[name]
-        pair = [flag.default if before.get(name) is None else before[name], getattr(args, name)]
+        pair = [flag.default if before.get(name) is None else before[name], flags[name]]
         if flag.scope is Scope.PLACE:
-            if args.dataset not in own_data.DATASETS:
+            if flags["dataset"] not in own_data.DATASETS:
                 continue  # the same data in another place
             pair = list(map(os.path.abspath, pair))
-        if pair[0] != pair[1] and flag.has_effect(args):
+        if pair[0] != pair[1] and flag.has_effect(flags):
             changed[flag.name] = pair
     return changed
 
 
-def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser) -> dict[str, Any]:
+def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
     """The defaults that depend on other flags, by name.
 
     Args:
         chosen: the flags of the run, of which these may be None.
     """
-    optimizer = parser.optimizers[chosen["optimizer"]]
+    name = chosen["optimizer"]
+    optimizer, lr = OPTIMIZERS[name], parser.learning_rates[name]
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
-    lr = optimizer.lr
     if begins_with_weights(chosen):
-        lr = parser.pretrained_lr.get(chosen["optimizer"], lr / 10)
+        lr = parser.kind.pretrained_lr.get(name, lr / 10)
     return {
         "lr": lr,
         "weight_decay": optimizer.weight_decay,
@@ -177,12 +186,12 @@ def begins_with_weights(flags: Mapping[str, Any]) -> bool:
     return flags["weights"] is not None or str(flags["arch"]).startswith(HF)
 
 
-def uses_trained_model(args: Namespace) -> bool:
+def uses_trained_model(flags: Mapping[str, Any]) -> bool:
     """Whether this invocation evaluates, predicts or exports, and does not train."""
-    return any(getattr(args, flag) for flag in INFERENCE)
+    return any(flags[name] for name in INFERENCE)
 
 
-def resume_path(args: Namespace, script: str) -> Path | None:
+def resume_path(flags: Mapping[str, Any], script: str) -> Path | None:
     """The checkpoint or run folder to go on from, or to use for inference; None for a new run.
 
     It is that of --checkpoint, else of --resume; a job whose processes torchrun starts anew, since
@@ -191,53 +200,53 @@ def resume_path(args: Namespace, script: str) -> Path | None:
     Raises:
         InputError: the two flags contradict each other, or the run has no such checkpoint.
     """
-    if not uses_trained_model(args):
-        folder = interrupted_run(args, script)
+    if not uses_trained_model(flags):
+        folder = interrupted_run(flags, script)
         if folder is not None and checkpoint.latest_files(folder):
             return folder
-    if args.checkpoint is None:
-        return None if args.resume is None else run_path(args, script)
-    if args.resume is None and not uses_trained_model(args):
+    given = flags["checkpoint"]
+    if given is None:
+        return None if flags["resume"] is None else run_path(flags, script)
+    if flags["resume"] is None and not uses_trained_model(flags):
         raise InputError(
-            f"--checkpoint {args.checkpoint}: nothing is to be done with it; add --evaluate, "
+            f"--checkpoint {given}: nothing is to be done with it; add --evaluate, "
             "--predict or --export, or --resume to go on training"
         )
-    if args.checkpoint not in ("best", "last"):
-        if args.resume is not None:
+    if given not in ("best", "last"):
+        if flags["resume"] is not None:
             raise InputError(
-                f"--checkpoint {args.checkpoint}: with --resume it is best or last; to use a file, "
+                f"--checkpoint {given}: with --resume it is best or last; to use a file, "
                 "give it to one of the two flags and leave the other one out"
             )
-        return Path(args.checkpoint)
-    run = run_path(args, script)
+        return Path(given)
+    run = run_path(flags, script)
     folder = run.parent if run.suffix == ".pt" else run
-    return folder if args.checkpoint == "last" else folder / "best.pt"
+    return folder if given == "last" else folder / "best.pt"
 
 
-def interrupted_run(args: Namespace, script: str) -> Path | None:
+def interrupted_run(flags: Mapping[str, Any], script: str) -> Path | None:
     """The run folder that this job wrote to before torchrun restarted it.
 
     None where it had not come so far: the restarted job then does what the first start did.
     """
-    job, given = launcher_id(), args.out or args.resume
+    job, given = launcher_id(), flags["out"] or flags["resume"]
     if not given:
         return run_folder.latest_run(script, launcher=job) if job else None
     folder = Path(given).parent if Path(given).is_file() else Path(given)
     return folder if run_folder.is_run_of(job, folder) else None
 
 
-def run_path(args: Namespace, script: str) -> Path:
+def run_path(flags: Mapping[str, Any], script: str) -> Path:
     """What --resume names: its PATH, else --out, else the newest run.
 
     Raises:
         InputError: there is no run.
     """
-    folder = args.resume or args.out or run_folder.latest_run(script)
+    folder = flags["resume"] or flags["out"] or run_folder.latest_run(script)
     if folder is None:
-        raise InputError(
-            f"no run of {script} with a checkpoint below runs/; name its folder with "
-            f"{'--resume' if args.checkpoint is None else '--checkpoint'} PATH"
-        )
+        flag = "--resume" if flags["checkpoint"] is None else "--checkpoint"
+        reason = "with a checkpoint below runs/; name its folder with"
+        raise InputError(f"no run of {script} {reason} {flag} PATH")
     return Path(folder)
 
 
@@ -260,7 +269,7 @@ def recipe_path(recipe: str) -> Path:
 
 
 def recipe_arguments(
-    recipe: str, parser: ScriptParser, *, without: Collection[Flag] = ()
+    recipe: str, parser: ScriptParser[S], *, without: Collection[Flag] = ()
 ) -> list[str]:
     """A recipe as command-line arguments, so that it is checked like them.
 
@@ -295,7 +304,7 @@ def recipe_arguments(
     return arguments
 
 
-def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
+def flag_arguments(name: str, value: Any, parser: ScriptParser[S]) -> list[str]:
     """The command-line arguments for a line of a recipe.
 
     Args:
@@ -336,15 +345,15 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser) -> list[str]:
 # -------------------------------------------------------------------- checking them
 
 
-def validate(args: Namespace, script: str, resumed: bool) -> None:
+def validate(settings: Settings, script: str, resumed: bool) -> None:
     """Check what a single flag cannot tell.
 
     Raises:
         InputError: flags are not supported together, or something that they need is missing.
     """
-    if args.distributed and not under_torchrun():
+    if settings.distributed and not under_torchrun():
         raise InputError(f"--distributed needs torchrun: bash run_distributed.sh {script}.py ...")
-    used = [flag for flag in INFERENCE if getattr(args, flag)]
+    used = [flag for flag in INFERENCE if getattr(settings, flag)]
     if len(used) > 1:
         raise InputError(
             f"--{used[0]} and --{used[1]}: one run of the script does one of them; run it once "
@@ -355,42 +364,42 @@ def validate(args: Namespace, script: str, resumed: bool) -> None:
             f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
             "or a .pt file (or --resume PATH)"
         )
-    if args.predict_out and not args.predict:
+    if settings.predict_out and not settings.predict:
         raise InputError("--predict_out needs something to classify: add --predict PATH")
-    if args.export and (reason := torch_compat.unavailable_reason("export")):
+    if settings.export and (reason := torch_compat.unavailable_reason("export")):
         raise InputError(
             f"--export {reason}: export from the stack of requirements.txt, "
             "which reads this run as well"
         )
-    if args.stop_at > 1 and args.best_by != "loss":
-        raise InputError(f"--stop_at {args.stop_at:g}: give a share of at most 1, such as 0.9")
-    if args.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
-        check_validation_set(args, has_val=bool(args.val_fraction))
-    if not uses_trained_model(args):
-        compatibility.check(args)
-    create_lr_schedule(args)
+    if settings.stop_at > 1 and settings.best_by != "loss":
+        raise InputError(f"--stop_at {settings.stop_at:g}: give a share of at most 1, such as 0.9")
+    if settings.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
+        check_validation_set(settings, has_val=bool(settings.val_fraction))
+    if not uses_trained_model(vars(settings)):
+        compatibility.check(vars(settings))
+    create_lr_schedule(settings)
 
 
-def create_lr_schedule(args: Namespace) -> Schedule:
+def create_lr_schedule(settings: Settings) -> Schedule:
     """The learning rate over the run, as a multiple of --lr."""
     with refused_as("--lr_args or --warmup"):
         return Schedule(
-            args.lr_schedule,
-            args.epochs,
-            warmup=args.warmup,
-            gamma=args.gamma,
-            milestones=args.milestones,
-            **args.lr_args,
+            settings.lr_schedule,
+            settings.epochs,
+            warmup=settings.warmup,
+            gamma=settings.gamma,
+            milestones=settings.milestones,
+            **settings.lr_args,
         )
 
 
-def check_validation_set(args: Namespace, has_val: bool) -> None:
+def check_validation_set(settings: Settings, has_val: bool) -> None:
     """Check that there is a validation set where the flags need one.
 
     Raises:
         InputError: there is none.
     """
-    if not has_val and not args.test:
+    if not has_val and not settings.test:
         raise InputError(
             "--no-test chooses the best epoch by held-out rows of the training set: give "
             "--val_fraction above 0"

@@ -55,7 +55,8 @@ class AllReduceHook:
         self.world, self.compression = world, compression
         self.observers: list[Callable[[dist.GradBucket], None]] = []
 
-    def run(self, state, bucket):  # DDP compares annotations with types, and ours are strings
+    # DDP compares annotations with types, and ours are strings.
+    def run(self, state, bucket):  # type: ignore[no-untyped-def]
         """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
         for observe in self.observers:
             observe(bucket)

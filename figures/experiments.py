@@ -31,7 +31,7 @@ import torch
 import yaml
 
 from backends import machine
-from cli import flags
+from cli import flag_parser
 from cli.flag_parser import Choice, FlagParser, file_path, switch
 from errors import InputError, Interrupted, exit_code
 from figures.run_logs import LOGS, ROOT, finished, pack, read_rows
@@ -180,7 +180,7 @@ def experiments_parser() -> FlagParser:
     add("device", devices, None, "device whose experiments run (default gpu if any)", nargs="?")
     add("--only", str, [], "groups of the plan (default all)", nargs="+", metavar="GROUP")
     text = "minutes until it stops; the same command continues later (default never)"
-    add("--minutes", flags.positive, None, text, metavar="N")
+    add("--minutes", flag_parser.positive, None, text, metavar="N")
     add("--list", switch, False, "names of what is done and what is open; nothing runs")
     text = "file of the experiments (default figures/experiments.yaml)"
     add("--plan", file_path, PLAN, text, metavar="YAML")

@@ -60,11 +60,13 @@ def page_with_flags(page: str) -> str:
                 chosen = f" with `--{flag.owner} {', '.join(names)}`" if flag.owner else ""
                 rows.append(f"| `{flag.name}`{chosen} | {text} |")
     rows += ["", "| with `--weights` or `--arch hf:` | defaults |", "| --- | --- |"]
-    for kind, parser in (("images", resnet50_test.parser()), ("texts", transformer_test.parser())):
-        rates = ", ".join(f"{rate:g} for {name}" for name, rate in parser.pretrained_lr.items())
-        others = [f"`{parser.words(name, value)}`" for name, value in parser.pretrained.items()]
+    for script in (resnet50_test, transformer_test):
+        parser = script.parser()
+        kind, settings = parser.kind.title, parser.kind
+        rates = ", ".join(f"{rate:g} for {name}" for name, rate in settings.pretrained_lr.items())
+        others = [f"`{parser.words(name, value)}`" for name, value in settings.pretrained.items()]
         rows.append(f"| {kind} | {', '.join(others)}; `--lr` {rates}, else a tenth |")
-        frozen = ", ".join(f"`{parser.words(*each)}`" for each in parser.frozen.items())
+        frozen = ", ".join(f"`{parser.words(*each)}`" for each in settings.frozen.items())
         rows.append(f"| {kind}, with `--freeze` | {frozen} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))
 

@@ -1,6 +1,5 @@
 """Fixtures of several files: real data sets, finished runs, and calls that must be refused."""
 
-import argparse
 import contextlib
 import inspect
 import io
@@ -24,6 +23,7 @@ import transformer_test
 from backends import device
 from budget import COLD_STARTS
 from cli import options
+from cli.settings import Settings
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
@@ -80,7 +80,7 @@ def run(script: ModuleType, *texts: object, code: int = 0) -> str:
     return console.getvalue()
 
 
-def parsed(script: ModuleType, *texts: object) -> argparse.Namespace:
+def parsed(script: ModuleType, *texts: object) -> Settings:
     """The flags that a script reads from the words of some texts."""
     words = " ".join(map(str, texts)).split()
     return options.parse(script.parser(), script.SCRIPT, words)[0]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import resnet50_test
 from benchmarks.trainers import FP32, step_trainer
+from cli.optimizers import OPTIMIZERS
 from models.transformer import Transformer
 
 __all__ = ["FP32", "build_optimizer", "make_trainer"]
@@ -26,7 +26,7 @@ def build_optimizer(
     model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of that name over all parameters, as the entry scripts make it."""
-    choice = resnet50_test.OPTIMIZERS[name]
+    choice = OPTIMIZERS[name]
     return choice.make(choice.groups(model, weight_decay), lr=lr, **settings)
 
 

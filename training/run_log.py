@@ -80,7 +80,7 @@ class RunLog:
         folder: Path,
         is_main: bool,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         track: str = "none",
         log_every: float = 0.0,
         lock: IO[str] | None = None,

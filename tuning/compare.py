@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cli import flags, options
+from cli import flag_parser, options
 from cli.flag_parser import Choice, FlagParser, file_path
 from errors import InputError, exit_code
 from tuning.config import Arm
@@ -37,11 +37,11 @@ def compare_parser() -> FlagParser:
     words = "short form of --vary optimizer=A,B"
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
     add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
-    number("--seeds", flags.count, 3, "seeds of the runs in full")
-    number("--minutes", flags.positive, 30.0, "time, for which trials and epochs are chosen")
+    number("--seeds", flag_parser.count, 3, "seeds of the runs in full")
+    number("--minutes", flag_parser.positive, 30.0, "time, for which trials and epochs are chosen")
     number("--val_fraction", HELD_OUT, 0.2, "held-out share of the training rows")
-    number("--jobs", flags.count, 1, "runs at a time, each on a GPU or core")
-    number("--nproc", flags.count, 1, "processes of each run")
+    number("--jobs", flag_parser.count, 1, "runs at a time, each on a GPU or core")
+    number("--nproc", flag_parser.count, 1, "processes of each run")
     add("--out", file_path, None, "folder of the race (default races/SCRIPT-FLAG)", metavar="DIR")
     return parser
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cli import flags
+from cli import flag_parser
 from cli.flag_parser import Choice, FlagParser, file_path, number
 from errors import InputError, exit_code
 from figures.verdict import Contender
@@ -38,16 +38,16 @@ def sweep_parser() -> FlagParser:
     add("--script", Choice(SCRIPTS), SCRIPTS[0], "entry script")
     add("--space", file_path, None, "search space (default tuning/*.yaml)", metavar="YAML")
     default = f"(default {TRIALS}; of a grid all)"
-    count("--trials", flags.count, None, f"trials, earlier starts included {default}")
+    count("--trials", flag_parser.count, None, f"trials, earlier starts included {default}")
     samplers = Choice(["tpe", "random", "grid"])
     add("--sampler", samplers, "tpe", "Optuna's sampler; grid takes all choices in turn")
     add("--pruner", Choice(["median", "none"]), "median", "Optuna's end of hopeless trials")
     add("--objective", str, "accuracy", "accuracy, or time_to:0.9, the seconds to reach it")
     add("--val_fraction", HELD_OUT, 0.1, "held-out training rows", metavar="F")
-    count("--sweep_seed", flags.natural, 0, "seed of the sampler")
-    count("--seeds", flags.count, 4, "runs of the defaults and of each of the best two trials")
-    count("--jobs", flags.count, 1, "trials at a time, each on a GPU or core")
-    count("--nproc", flags.count, 1, "processes of each trial")
+    count("--sweep_seed", flag_parser.natural, 0, "seed of the sampler")
+    count("--seeds", flag_parser.count, 4, "runs of the defaults and each of the best two trials")
+    count("--jobs", flag_parser.count, 1, "trials at a time, each on a GPU or core")
+    count("--nproc", flag_parser.count, 1, "processes of each trial")
     add("--out", file_path, None, "folder of the sweep (default runs/tuning-SCRIPT)", metavar="DIR")
     return parser
 

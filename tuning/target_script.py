@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ class TargetScript:
     def has_effect(self, name: str) -> bool:
         """Whether a flag changes anything in a trial."""
         flag = script_parser(self.file).find(name)
-        return flag is not None and flag.has_effect(Namespace(**self.flags({})))
+        return flag is not None and flag.has_effect(self.flags({}))
 
     def usual(self, name: str) -> Any:
         """Return the value of a flag where no trial sets it; None for a setting of a part."""

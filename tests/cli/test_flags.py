@@ -1,6 +1,7 @@
 """Flags: their other spellings, recipes by name, --help, and those without effect."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ HYPHENS = [
 ]
 
 
-def parse(arguments: str, parser: ScriptParser | None = None) -> dict[str, object]:
+def parse(arguments: str, parser: ScriptParser[Any] | None = None) -> dict[str, object]:
     return (parser or resnet50_test.parser()).given(arguments.split())
 
 
@@ -157,7 +158,7 @@ def unused(*words: str, script: str = "resnet50_test") -> list[str]:
     """The warnings for a command line."""
     parser = SCRIPTS[script]()
     args, _ = options.parse(parser, script, words)
-    return parser.unused(parser.given(words), args)
+    return parser.unused(parser.given(words), vars(args))
 
 
 @each_of(("flags", "remedy", "message"), UNUSED)

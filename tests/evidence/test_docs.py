@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ranks
 import resnet50_test
 import transformer_test
-from cli.flags import OptimizerChoice
 from cli.foreign_names import FOREIGN
+from cli.optimizers import OptimizerChoice
 from figures import flags_page
 from input_pipeline.dataset import BatchedDataset
 from package.assemble import assemble

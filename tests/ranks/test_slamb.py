@@ -15,6 +15,7 @@ import ranks
 import resnet50_test
 import slamb
 from cli import factory
+from cli.data import Run
 from conftest import each_of, parsed
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
@@ -121,8 +122,8 @@ def test_bad_settings_are_refused():
 @each_of(("name", "bits"), [("fp32", 0), ("int4", 4)])
 def test_the_format_of_the_flags_reaches_the_optimizer(name, bits):
     args = parsed(resnet50_test, "--optimizer slamb --wire_dtype", name)
-    run = factory.Run("x", World(), FP32)
-    ours = factory.create_optimizer(args, run, nn.Linear(3, 4), resnet50_test.OPTIMIZERS)
+    run = Run("x", World(), FP32)
+    ours = factory.create_optimizer(args, run, nn.Linear(3, 4))
     assert (ours.wire_bits, ours.wire_dtype == torch.float32) == (bits, not bits)
 
 

@@ -15,6 +15,7 @@ import resnet50_test
 from backends import cuda_graph
 from backends.precision import Precision
 from cli import factory
+from cli.data import Run
 from conftest import each_of, needs_gpu
 from distributed.world import World
 from errors import InputError
@@ -167,7 +168,7 @@ def test_a_recorded_step_of_meta_mixup_reads_its_rows_and_notes_their_losses(mon
 
 def test_auto_records_long_runs_on_one_gpu_that_allow_it():
     def chosen(words: str, device: str = "cuda", ranks: int = 1) -> str:
-        run = factory.Run("", World(size=ranks, device=torch.device(device)), BF16)
+        run = Run("", World(size=ranks, device=torch.device(device)), BF16)
         batches = SimpleNamespace(steps=lambda: 350)
         return factory.choose_backend(conftest.parsed(resnet50_test, words), run, batches)
 

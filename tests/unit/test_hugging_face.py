@@ -151,5 +151,5 @@ def test_defaults_and_flags_without_effect():
     words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
     args, _ = options.parse(parser, transformer_test.SCRIPT, words)
     assert (args.lr, args.batch_size) == (5e-5, 8)
-    lines = parser.unused(parser.given(words), args)
+    lines = parser.unused(parser.given(words), vars(args))
     assert ["--arch transformer" in line for line in lines] == [True, True]

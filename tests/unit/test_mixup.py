@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import mixup
 import transformer_test
 from cli import factory
+from cli.data import Data
 from conftest import each_of, parsed
 from distributed.world import World
 from errors import InputError
@@ -217,7 +218,7 @@ def test_the_flags_choose_the_loss(tmp_path):
     def create(words: str, inside: bool = False) -> Any:
         args = parsed(transformer_test, words)
         classes = {"classes": ["a", "no", "1", "d"]}
-        data = factory.Data(None, {}, classes, torch.tensor([0, 1, 1, 3, 3]), model_mixes=inside)
+        data = Data(None, {}, classes, torch.tensor([0, 1, 1, 3, 3]), model_mixes=inside)
         made = {"sample_mix": sample_mix, "meta_mixup": mixup.MetaMixup}
         run = mock.Mock(world=World())
         return factory.create_loss(args, run, data, **made)[0]

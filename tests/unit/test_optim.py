@@ -14,6 +14,8 @@ from torch.optim import lr_scheduler as peers
 import ngd
 import resnet50_test
 from cli import factory, options
+from cli.data import Run
+from cli.optimizers import OPTIMIZERS
 from conftest import each_of, parsed
 from distributed.world import World
 from models.transformer import Transformer
@@ -33,7 +35,6 @@ from optimizers import kaldi_ngd
 from optimizers.base import step_unless_skipped
 from optimizers.param_groups import decay_groups
 from optimizers.schedules import Schedule
-from resnet50_test import OPTIMIZERS
 from trainers import FP32
 
 EPOCHS, STEPS = 12, 10  # of the run; steps in an epoch
@@ -133,10 +134,10 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
 
 
 def test_the_flags_scale_the_rate_and_leave_the_classifier_to_adamw():
-    run, model = factory.Run("x", World(), FP32), nn.Linear(3, 4)
+    run, model = Run("x", World(), FP32), nn.Linear(3, 4)
     for rule, factor in (("none", 1), ("linear", 8), ("sqrt", 8**0.5)):
         args = parsed(resnet50_test, f"--lr 0.1 --bs 1024 --base_bs 128 --lr_scaling {rule}")
-        ours = factory.create_optimizer(args, run, model, OPTIMIZERS)
+        ours = factory.create_optimizer(args, run, model)
         assert ours.defaults["lr"] == pytest.approx(0.1 * factor)
         assert not any(group["ngd"] for group in ours.param_groups)
 

@@ -1,0 +1,265 @@
+"""The data of a run: which rows it trains and is evaluated on, and what is said of them.
+
+chosen, fingerprint = use_rows(settings, run, splits, classes)      # collective, and prints
+chosen = choose_rows(settings, splits, classes)                     # the same without a run
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.precision import Precision
+from cli.options import check_validation_set
+from cli.settings import Settings
+from distributed.agreement import on_main
+from distributed.world import READ_SECONDS, World
+from errors import InputError, refused_as
+from input_pipeline import own_data
+from input_pipeline.baseline import MOST_CLASSES, Baseline
+from input_pipeline.dataset import BatchedDataset
+from input_pipeline.fingerprint import check_data
+from input_pipeline.label_noise import swapped_classes, with_noise
+from input_pipeline.sampler import held_out_rows, stratified_rows
+from training.checkpoint import Checkpoint
+from training.epoch_report import EVAL_SET_NAMES
+
+NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
+POLICY_SEED = 3  # for the rows that --mixup meta learns from
+MOST_POLICY_ROWS = 500  # which are enough; but at least one of each class
+REDRAWING = ("--seed", "--subset", "--val_fraction", "the data")  # what chooses other rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run computes with.
+
+    Attributes:
+        checkpoint: what `options.parse` returned: the run goes on from it, or uses its model; None
+            for a new run.
+    """
+
+    script: str
+    world: World
+    precision: Precision
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+        train: the training set.
+        eval_sets: 'test', or 'val' (own data, or --val_fraction), or both.
+        metadata: plain values that a checkpoint keeps for inference: class names and what
+            preprocessing needs.
+        labels: (rows,) class numbers of the training set.
+        held_out: the rows of `policy_rows`, from which a mixing policy learns.
+        model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
+    """
+
+    train: BatchedDataset
+    eval_sets: Mapping[str, BatchedDataset]
+    metadata: dict[str, Any]
+    labels: Tensor
+    held_out: BatchedDataset | None = None
+    model_mixes: bool = False
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The rows of each split that a run uses, and what there is to say of them.
+
+    Attributes:
+        splits: by name; 'val' among them with --val_fraction, and 'held_out' with --mixup meta.
+        lines: of what was read, held out or changed.
+    """
+
+    splits: dict[str, Any]
+    lines: list[str] = field(default_factory=list)
+
+
+def use_rows(
+    settings: Settings, run: Run, splits: Mapping[str, Any], classes: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check what was read, choose rows of it, and print what there is to say; collective.
+
+    Args:
+        splits: what was read of the data set, 'train' and some of 'val' and 'test'.
+        classes: their names.
+    Returns:
+        The chosen splits, and what a checkpoint keeps of the data to know it again.
+    """
+    used = [name for name in splits if name != "train" or is_train_used(settings, splits)]
+    fingerprint = check_data(
+        run.world,
+        classes,
+        data={name: splits[name] for name in used},
+        trained=run.checkpoint.metadata if run.checkpoint else None,
+        source=f"--data_dir {settings.data_dir}",
+    )
+    if run.checkpoint and (now := fingerprint["splits"].get("train")):
+        before = run.checkpoint.splits.get("train")
+        if before and before != now:  # other rows are held out, and a baseline is another
+            pair = [f"{split['rows']} rows" for split in (before, now)]
+            run.checkpoint.changed["the data"] = pair
+    chosen = choose_rows(settings, splits, classes, redrawn=redrawn_by(run))
+    if run.world.is_main and chosen.lines:
+        print(*chosen.lines, sep="\n", flush=True)
+    learns_anew = run.checkpoint and not run.checkpoint.state["learner"]
+    if learns_anew and run.world.is_main and "held_out" in chosen.splits:
+        print("warning: meta-mixup learns from rows that the run has trained on")
+    return chosen.splits, fingerprint
+
+
+def holds_out(settings: Settings, splits: Mapping[str, Any]) -> bool:
+    """Whether rows of the training split are the validation set."""
+    return bool(settings.val_fraction) and "val" not in splits
+
+
+def is_train_used(settings: Settings, splits: Mapping[str, Any]) -> bool:
+    """Whether rows of the training split are looked at, be it to train or as held-out ones."""
+    has_test = "test" in splits and settings.test
+    return not settings.evaluate or (holds_out(settings, splits) and not has_test)
+
+
+def choose_rows(
+    settings: Settings,
+    splits: Mapping[str, Any],
+    classes: Sequence[str],
+    *,
+    redrawn: Mapping[str, Sequence[Any]] | None = None,
+) -> ChosenRows:
+    """The rows of each split that a run uses; --label_noise makes labels of 'train' wrong.
+
+    Args:
+        splits: as of `use_rows`.
+        redrawn: as of `redrawn_by`, for a run that goes on.
+    """
+    redrawn = redrawn or {}
+    unused = {"train"} if settings.test else {"train", "test"}
+    chosen = ChosenRows({name: split for name, split in splits.items() if name not in unused})
+    train, has_val = splits["train"], "val" in splits
+    is_other_data = settings.evaluate and "the data" in redrawn  # all rows are evaluated
+    for name, rows in split_rows(settings, torch.as_tensor(train.labels), has_val).items():
+        is_whole = len(rows) == len(train.labels) or is_other_data
+        chosen.splits[name] = train if is_whole else train.select_rows(rows)
+    if settings.dataset in own_data.DATASETS and not settings.evaluate:
+        chosen.lines.extend(note for split in splits.values() for note in split.notes)
+        if has_val and settings.val_fraction:
+            chosen.lines.append("no training rows are held out: the data has val rows")
+        of = {name: torch.as_tensor(each.labels).tolist() for name, each in chosen.splits.items()}
+        chosen.lines.extend(own_data.class_table(classes, of))
+    before, now = redrawn.get("--val_fraction", (0, settings.val_fraction))
+    has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
+    if redrawn and holds_out(settings, splits) and not has_fewer:
+        what = "has trained on some of the rows now held out"
+        if is_other_data:
+            what = "may have trained on some of the rows that are evaluated"
+        chosen.lines.append(f"warning: {' and '.join(redrawn)} changed: the run {what}")
+    train = chosen.splits["train"]
+    if settings.evaluate:  # only one training row is prepared, since nothing trains
+        chosen.splits["train"] = train.select_rows(torch.arange(1))
+        return chosen
+    if settings.label_noise:
+        train, line = with_wrong_labels(settings, train, classes)
+        chosen.splits["train"] = train
+        chosen.lines.append(line)
+    if (learned_from := policy_rows(settings, torch.as_tensor(train.labels))) is not None:
+        chosen.splits["held_out"] = train.select_rows(learned_from)
+    return chosen
+
+
+def split_rows(settings: Settings, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
+    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'.
+
+    Args:
+        labels: (rows,) of the training set.
+        has_val: the data set has a validation set of its own, which is used instead.
+    Raises:
+        InputError: there is no validation set, and a flag needs one, or no rows are left.
+    """
+    check_validation_set(settings, has_val or bool(settings.val_fraction))
+    rows = torch.arange(len(labels))
+    if settings.subset < 1:
+        rows, _ = stratified_rows(labels, settings.subset, seed=settings.seed)
+    if has_val or not settings.val_fraction:
+        return {"train": rows}
+    with refused_as("--val_fraction"):
+        val, train = held_out_rows(labels[rows], settings.val_fraction, seed=settings.seed + 1)
+    return {"train": rows[train], "val": rows[val]}
+
+
+def with_wrong_labels(settings: Settings, train: Any, classes: Sequence[str]) -> tuple[Any, str]:
+    """A training split with the labels of --label_noise, and a line that says how many."""
+    share, _, pairs = str(settings.label_noise).partition(":")
+    right, seed = torch.as_tensor(train.labels), settings.seed + NOISE_SEED
+    with refused_as("--label_noise"):
+        wrong = swapped_classes(pairs, classes)
+    noisy = with_noise(right, float(share), classes=len(classes), seed=seed, wrong=wrong)
+    of_texts = right is not train.labels
+    train = dataclasses.replace(train, labels=noisy.tolist() if of_texts else noisy)
+    count = int((noisy != right).sum())
+    return train, f"--label_noise: {count} of {len(right)} training labels are wrong"
+
+
+def policy_rows(settings: Settings, labels: Tensor) -> Tensor | None:
+    """The rows of the training set that --mixup meta learns from while it mixes the others.
+
+    Args:
+        labels: (rows,) of the training set.
+    Raises:
+        InputError: there are too few.
+    """
+    if settings.mixup != "meta":
+        return None
+    share = settings.mixup_args["held_out"]
+    if not 0 < share < 1:
+        raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
+    share = min(share, MOST_POLICY_ROWS / len(labels))
+    try:
+        return held_out_rows(labels, share, seed=settings.seed + POLICY_SEED)[0]
+    except ValueError:
+        reason = "leaves none to learn from, or none of some class to train on"
+        raise InputError(
+            f"--mixup_args held_out: that share of {len(labels)} rows {reason}"
+        ) from None
+
+
+def redrawn_by(run: Run) -> dict[str, Any]:
+    """What, changed since the checkpoint, chooses other rows; each as [before, now]."""
+    changed = run.checkpoint.changed if run.checkpoint else {}
+    return {name: changed[name] for name in REDRAWING if name in changed}
+
+
+def report_baseline(
+    settings: Settings, run: Run, splits: Mapping[str, Any], measure: Callable[[Any, Any], Baseline]
+) -> dict[str, Any]:
+    """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
+
+    Args:
+        splits: as of `choose_rows`.
+        measure: fits the model to a training split, and evaluates it on another.
+    """
+    if (
+        run.checkpoint
+        and not redrawn_by(run)
+        and (known := run.checkpoint.metadata.get("baseline"))
+    ):
+        return known
+    is_wanted = settings.baseline
+    if is_wanted is None:
+        few = len(torch.as_tensor(splits["train"].labels).unique()) <= MOST_CLASSES
+        is_wanted = few and settings.dataset in own_data.DATASETS
+    if settings.evaluate or not is_wanted:
+        return {}
+    name = "test" if "test" in splits else "val"
+    with run.world.waiting_at_most(READ_SECONDS):
+        found = on_main(run.world, lambda: measure(splits["train"], splits[name]))
+    if run.world.is_main:
+        print(found.line(EVAL_SET_NAMES[name]), flush=True)
+    return {"eval_set": name, **dataclasses.asdict(found)}
