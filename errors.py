@@ -29,7 +29,10 @@ SHORTEST_BEGINNING = 3  # letters of an abbreviated name that are enough for a g
 # of a path that nobody can use, whatever lies there
 UNUSABLE_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.ENOTDIR, errno.EROFS}
 UNUSABLE_PATH |= {errno.EIO, errno.ESTALE, errno.ENOTCONN}  # of a disk or file server that fails
-NO_MEMORY = "this machine's memory is too small; use smaller batches, images, texts or models"
+NO_MEMORY = (
+    "this machine's memory is too small; use smaller micro-batches (--micro_bs 8), "
+    "--checkpoint_activations, or smaller images, texts or models"
+)
 RUNTIME_PROBLEMS = {  # by words of what torch raises, the first that fit
     "DefaultCPUAllocator": NO_MEMORY,
     "shared memory": "/dev/shm, through which processes that read images send pixels, is full; "

@@ -62,6 +62,9 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- classes of unequal size
     ([{"class_weights": ("balanced",)}], [{"balanced_sampling": ON}],
      "each of them gives all classes the same weight; leave one of them out"),
+    # ---- a frozen network
+    ([{"lora": ON}], [{"freeze": ON}, {"layer_decay": Not((1.0,))}, SHARDED, {"fuse": ON}, APEX],
+     "it freezes the network and trains what it adds to the layers; leave one of them out"),
     # ---- precision and layers
     ([APEX], NOISE, "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],

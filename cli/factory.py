@@ -147,6 +147,7 @@ def choose_backend(settings: Settings, run: Run, batches: DynamicBatchSampler) -
         run.world.device.type == "cuda"
         and run.world.size == 1
         and not settings.freeze
+        and not settings.lora
         and ":" not in settings.arch  # networks of other libraries may wait for the device
         and settings.epochs * batches.steps() >= GRAPH_STEPS
         and not compatibility.first_conflict(flags)

@@ -18,8 +18,8 @@ from cli.flag_parser import flat
 from cli.settings import Settings
 from cli.text_classification import TextSettings
 from distributed.agreement import local_main_first
-from errors import InputError
-from models import image_models, pretrained
+from errors import InputError, refused_as
+from models import image_models, lora, pretrained
 from models.hugging_face import HF, Encoder, read_encoder, refused
 from models.pretrained import SavedModel
 from training import linear_probe
@@ -39,10 +39,10 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
     if settings.weights is None and settings.arch.startswith(HF) and is_of_texts:
         with local_main_first(run.world), refused(settings.arch):
             return read_encoder(settings.arch)
-    if settings.weights is None and settings.freeze:
-        raise InputError(
-            "--freeze needs --weights or --arch hf:NAME: else all layers but the last stay random"
-        )
+    for flag, is_given in (("--freeze", settings.freeze), ("--lora", settings.lora)):
+        if settings.weights is None and is_given:
+            needed = "needs --weights or --arch hf:NAME: else all layers but the last stay random"
+            raise InputError(f"{flag} {needed}")
     if settings.weights is None:
         return None
     with local_main_first(run.world):
@@ -62,7 +62,7 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
 def begin_with_weights(
     settings: Settings, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
 ) -> Data:
-    """Load weights into a new model, and let a new classifier begin as a linear probe.
+    """Load weights into a new model, let a new classifier begin as a probe, add --lora.
 
     Lines say what was loaded, and what the probe reaches.
 
@@ -74,8 +74,20 @@ def begin_with_weights(
     Raises:
         InputError: the weights are not of this model.
     """
-    if saved is None and not settings.freeze:
-        return data
+    if saved is not None or settings.freeze:
+        data = _begin(settings, run, model, saved, data)
+    if settings.lora:
+        with refused_as("--lora"):
+            lora.add_adapters(
+                model, rank=settings.lora, classifier=pretrained.classifier_names(model)
+            )
+    return data
+
+
+def _begin(
+    settings: Settings, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
+) -> Data:
+    """`begin_with_weights` but for what LoRA adds."""
     is_new = False
     if run.checkpoint is not None:
         load_into(model, run.checkpoint.state["model"], "model")

@@ -33,6 +33,7 @@ from training.checkpoint import Checkpoint
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+LORA_RATE = 10  # times that of whole layers (Schulman et al., "LoRA Without Regret", 2025)
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
 
 
@@ -170,7 +171,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
     if begins_with_weights(chosen):
-        lr = parser.kind.pretrained_lr.get(name, lr / 10)
+        lr = parser.kind.pretrained_lr.get(name, lr / 10) * (LORA_RATE if chosen["lora"] else 1)
     return {
         "lr": lr,
         "weight_decay": optimizer.weight_decay,

@@ -187,6 +187,8 @@ class FineTuningSettings:
         "or at random (for texts without --freeze)")
     freeze: bool = flag(switch, False, "training of the classifier alone, with --weights or --arch "
         "hf:NAME; without changes of images the network computes once")
+    lora: int = flag(number(int, 0, 1024), 0, "rank of the updates of a frozen network (LoRA), "
+        "with --weights or --arch hf:NAME; 0 trains it whole", metavar="RANK")
 
 
 @dataclass(frozen=True, kw_only=True)

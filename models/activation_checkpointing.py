@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from models.hugging_face import Encoder
 from models.residual import ResidualBlock, residual_blocks
 
 
 def checkpoint_activations(model: nn.Module) -> int:
     """Let every residual block store only its input for the backward pass, in place.
 
+    Encoders of Hugging Face do this themselves.
+
     Returns:
-        The number of blocks.
+        The number of blocks; 0 where the model has none.
     """
+    if isinstance(model, Encoder):
+        return model.checkpoint_activations()
     blocks = residual_blocks(model)
     for block in blocks:
         block.run = run_checkpointed

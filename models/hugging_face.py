@@ -84,6 +84,13 @@ class Encoder(nn.Module):
                 delattr(self.model, name)
                 self.model.add_module(name, child)
 
+    def checkpoint_activations(self) -> int:
+        """Store only the inputs of layers; returns how many, 0 where the encoder cannot."""
+        if not self.model.supports_gradient_checkpointing:
+            return 0
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return self.model.config.num_hidden_layers
+
     def load(self, arch: str, classes: Sequence[str]) -> tuple[str, bool]:
         """Take the pretrained weights, of the classifier those of classes of the same name.
 

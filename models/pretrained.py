@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names, normal_form
 from models.image_models import part_for_colours
+from models.lora import merged
 from optimizers.param_groups import classifier_prefixes
 
 # Where other projects keep the weights, an average of them first, as timm loads it.
@@ -64,7 +65,8 @@ def read_saved_model(path: Path) -> SavedModel:
         raise InputError(f"--weights {path}: no such file")
     is_safetensors = path.suffix.lower() == ".safetensors"
     state, about = _read_safetensors(path) if is_safetensors else _read_torch(path)
-    weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    weights = merged(tensors)
     if not weights:
         raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
     kinds = {"classes": list, "tokenizer": str, "encoder": dict, "flags": dict}

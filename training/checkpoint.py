@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError, first_line, last_line
+from models.lora import merged
 from training.atomic_file import atomic_write
 
 FORMAT_NAME = "faster-training-"
@@ -60,9 +61,9 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights to use: averaged ones, if the run has them."""
+        """The weights to use: averaged ones, if the run has them; LoRA is added into them."""
         average = self.state["average"]
-        return average["weights"] if average and average["steps"] else self.state["model"]
+        return merged(average["weights"] if average and average["steps"] else self.state["model"])
 
 
 # -------------------------------------------------------------------- writing

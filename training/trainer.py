@@ -340,7 +340,8 @@ class Trainer:
                 # Other ranks are inside a collective, and a graph keeps its memory: no going back.
                 if self.world.size > 1 or self.graph is not None:
                     raise InputError(
-                        f"out of memory in mid-run on rank {self.world.rank}; use a smaller --bs"
+                        f"out of memory in mid-run on rank {self.world.rank}; use --micro_bs with "
+                        "fewer samples, or --checkpoint_activations"
                     ) from None
                 self.probe.halve_micro_batch(len(labels))
                 is_again = True

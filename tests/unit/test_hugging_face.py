@@ -15,6 +15,8 @@ from cli import options
 from conftest import run
 from input_pipeline.text_batches import encode_texts
 from input_pipeline.tokenization import load_tokenizer
+from models import lora, pretrained
+from models.activation_checkpointing import checkpoint_activations
 from models.hugging_face import Encoder, read_encoder
 from models.pretrained import decay_layers
 from optimizers.param_groups import ngd_groups
@@ -91,6 +93,24 @@ def test_mixing(folders):
         assert torch.allclose(mixed, blended, rtol=0.01) == (mix_at == "pooled")
 
 
+def test_recomputed_layers_have_the_same_gradients(folders):
+    model, tokens = load(folders["xlm-roberta"])
+    sums, gradients = [], []
+    for recomputed in (0, 2):
+        assert not recomputed or checkpoint_activations(model.train()) == recomputed
+        model.zero_grad()
+        calls: list[object] = []
+        layer = model.model.base_model.encoder.layer[0].intermediate
+        hook = layer.register_forward_hook(lambda *_: calls.append(1))
+        torch.manual_seed(1)
+        model.train()(tokens).square().sum().backward()
+        hook.remove()
+        sums.append(len(calls))
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert sums == [1, 2]
+    torch.testing.assert_close(*gradients)
+
+
 def test_groups_and_rates_of_layers(folders):
     model, _ = load(folders["xlm-roberta"])
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -127,6 +147,32 @@ def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     changed = {name for name in first if not torch.equal(first[name], second[name])}
     assert changed == {"model.classifier.weight", "model.classifier.bias"}
     assert exported_metadata(transformer_test)["pad"] == 0
+
+
+def test_lora_trains_what_it_adds_and_is_merged_and_resumes(folders, here):
+    pytest.importorskip("peft")
+    base = f"{BASE} --arch hf:{folders['bert']} --max_len 12 --lora 4 --keep 2"
+    run(transformer_test, base, "--out run")
+    run(transformer_test, "--resume run/last-1.pt --out resumed")
+    ranks.same_run(here / "run", here / "resumed", files=["last"])
+    found, (_, tokens) = checkpoint.load(here / "run"), load(folders["bert"])
+    first = hf.BertModel.from_pretrained(folders["bert"]).state_dict()
+    state = found.state["model"]
+    for name, value in state.items():
+        name = name.replace(".base_layer", "").removeprefix("model.bert.")
+        assert name not in first or torch.equal(value, first[name]), name
+    loaded = classifier.load("run").model
+    layered = Encoder(**found.metadata["encoder"], classes=len(found.classes)).eval()
+    lora.add_adapters(layered, rank=4, classifier=pretrained.classifier_names(layered))
+    layered.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens), layered(tokens))
+        for name, value in layered.named_parameters():
+            value.mul_("lora_B" not in name)  # without what was learned
+        assert not torch.allclose(loaded(tokens), layered(tokens))
+    again = run(transformer_test, base, "--lora 0 --weights run --epochs 1 --out again")
+    assert "weights of run" in again
+    assert "anew" not in again
 
 
 def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
