@@ -95,19 +95,20 @@ def test_mixing(folders):
 
 def test_recomputed_layers_have_the_same_gradients(folders):
     model, tokens = load(folders["xlm-roberta"])
-    sums, gradients = [], []
+    calls: list[object] = []
+    counts, gradients = [], []
     for recomputed in (0, 2):
         assert not recomputed or checkpoint_activations(model.train()) == recomputed
         model.zero_grad()
-        calls: list[object] = []
         layer = model.model.base_model.encoder.layer[0].intermediate
         hook = layer.register_forward_hook(lambda *_: calls.append(1))
         torch.manual_seed(1)
         model.train()(tokens).square().sum().backward()
         hook.remove()
-        sums.append(len(calls))
+        counts.append(len(calls))
+        calls.clear()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    assert sums == [1, 2]
+    assert counts == [1, 2]
     torch.testing.assert_close(*gradients)
 
 
