@@ -2,7 +2,7 @@
 
 python -m tuning.compare resnet50_test.py --dataset digits --optimizers sgd adamw ngd --minutes 10
 python -m tuning.compare transformer_test.py --vary label_smoothing=0,0.1 --seeds 5 --jobs 4
-python -m tuning.compare resnet50_test.py --vary recipe=best,my_flags.yaml --out races/recipes
+python -m tuning.compare resnet50_test.py --vary recipe=fast94,my_flags.yaml --out races/recipes
 
 Each arm of the race gets the same number of trials, with learning rates around its own, on rows
 held out of the training set. Its best rate is then trained in full with every seed, and evaluated

@@ -193,9 +193,11 @@ def test_flags_of_several_processes(monkeypatch):
     assert unused(*flags) == []
 
 
-def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(capsys, monkeypatch):
-    assert unused("--recipe", "best", "--mixup", "none") == []
-    assert len(unused("--recipe", "best", "--mixup", "none", "--alpha", "1")) == 1
+def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(here, capsys, monkeypatch):
+    Path("mixed").write_text("mixup: mixup\nalpha: 0.2\n")
+    assert unused("--recipe", "mixed", "--mixup", "none", "--no-nesterov") == []
+    assert len(unused("--recipe", "mixed", "--mixup", "none", "--alpha", "1")) == 1
+    assert unused("--optimizer", "adamw", "--no-nesterov") == []
     capsys.readouterr()
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
@@ -215,5 +217,6 @@ def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path):
     args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --opt_args adamw_ratio=0.5")
     assert args.opt_args == {"rank": 7, "adamw_ratio": 0.5}
     assert args.augment_args["alternate"] is True
-    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --optimizer lars")
+    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --optimizer lars --augment trivial")
+    assert args.augment_args["alternate"] is True, "policies have the same settings"
     assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"
