@@ -12,6 +12,7 @@ python transformer_test.py --checkpoint best --evaluate          # best.pt of th
 """
 
 import sys
+from collections.abc import Sequence
 
 import dynamic_batch
 import mixup
@@ -41,10 +42,10 @@ def parser() -> ScriptParser[TextSettings]:
     return script_parser(__doc__, TextSettings, LEARNING_RATES)
 
 
-def main() -> None:
-    """What a run is made of, from its flags to its last epoch."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """What a run is made of, from its flags (None: the command line's) to its last epoch."""
     script_parser = parser()
-    settings, checkpoint = options.parse(script_parser, SCRIPT)
+    settings, checkpoint = options.parse(script_parser, SCRIPT, arguments)
     with init_world(settings.device, TimeLimits(*settings.timeout)) as world:
         factory.check_processes(settings, script_parser, world, checkpoint)
         run = factory.create_run(settings, SCRIPT, world, checkpoint)

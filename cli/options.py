@@ -290,14 +290,17 @@ def recipe_arguments(
     try:
         for key, value in entries.items():
             name = str(key)
+            known = parser.find(name.partition(".")[0])
+            if known is not None and known.scope is Scope.START:
+                problem = "a recipe cannot hold this flag; give it on the command line"
+                raise InputError(f"{name}: {problem}")
             words = flag_arguments(name, value, parser)
-            flag = parser.find(name.partition(".")[0])
             own = parser.own_name(f"--{name}")
-            if flag and "." not in name:
-                first = named.setdefault(own if own.endswith("=") else flag.dest, name)
+            if known and "." not in name:
+                first = named.setdefault(own if own.endswith("=") else known.dest, name)
                 if first != name:
                     raise InputError(f"{first} and {name} are one flag; give one of them")
-            if flag not in without:
+            if known not in without:
                 arguments += words
         parser.given(arguments)
     except InputError as error:
@@ -306,19 +309,17 @@ def recipe_arguments(
 
 
 def flag_arguments(name: str, value: Any, parser: ScriptParser[S]) -> list[str]:
-    """The command-line arguments for a line of a recipe.
+    """The command-line arguments for a value of a flag, as in a line of a recipe.
 
     Args:
         name: any spelling of a flag, without dashes; opt_args.rank is a setting of --opt_args.
         value: a word, or several in a list, or the settings of a part; that of a flag without a
             value is true or false, yes or no, on or off.
     Raises:
-        InputError: the flag may not be in a recipe, or the value is of another kind.
+        InputError: the value is of another kind.
     """
     name, _, key = name.partition(".")
     flag = parser.find(name)
-    if flag is not None and flag.scope is Scope.START:
-        raise InputError(f"{name}: a recipe cannot hold this flag; give it on the command line")
     if key:
         value = {key: value}
     if isinstance(value, dict) and flag is not None and flag.type is not setting:

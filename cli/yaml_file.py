@@ -1,6 +1,6 @@
 """Reading the YAML files that people write: recipes, and the search spaces of sweeps.
 
-entries = read_yaml(Path("recipes/fast94.yaml"), "--recipe fast94")     # {"dataset": "cifar10", ...}
+entries = read_yaml(Path("recipes/fast94.yaml"), "--recipe fast94")     # {"dataset": ...}
 """
 
 from pathlib import Path

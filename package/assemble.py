@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,14 @@ build-backend = "setuptools.build_meta"
 packages = {packages}
 
 [tool.setuptools.package-data]
-{package} = ["py.typed"]
+{package} = ["py.typed", "recipes/*.yaml", "input_pipeline/*.csv"]
+"""
+DATA = ("recipes/*.yaml", "input_pipeline/*.csv")  # of the repository, beside its modules
+EDITABLE = """import sys
+
+sys.path.append({root!r})
+from package.api import *
+from package.api import __version__, images_command, texts_command
 """
 
 
@@ -39,13 +47,30 @@ def build_wheel(
     wheel_directory: str, config_settings: object = None, metadata_directory: object = None
 ) -> str:
     """Build the wheel into a folder; returns its file name."""
+    return _build(wheel_directory, assemble)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: object = None, metadata_directory: object = None
+) -> str:
+    """Build a wheel that imports the modules from where they lie; returns its file name."""
+    return _build(wheel_directory, assemble_editable)
+
+
+def build_sdist(sdist_directory: str, config_settings: object = None) -> str:
+    """Pack the package as `assemble` makes it; returns the file name."""
+    return _build(sdist_directory, assemble, kind="sdist")
+
+
+def _build(directory: str, write: Callable[[Path], None], kind: str = "wheel") -> str:
+    """Build the wheel or sdist of what is written into a folder."""
     from setuptools import build_meta  # is there while pip builds
 
-    target = str(Path(wheel_directory).resolve())
+    target = str(Path(directory).resolve())
     with tempfile.TemporaryDirectory() as folder:
-        assemble(Path(folder))
+        write(Path(folder))
         os.chdir(folder)  # pip calls this in a process of its own
-        name = build_meta.build_wheel(target)
+        name = getattr(build_meta, f"build_{kind}")(target)
         os.chdir(ROOT)
     return name
 
@@ -63,7 +88,23 @@ def assemble(folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = with_package_imports(path.read_text(encoding="utf-8"), tops)
         target.write_text(text, encoding="utf-8")
+    for path in (path for pattern in DATA for path in ROOT.glob(pattern)):
+        target = folder / PACKAGE / path.relative_to(ROOT)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
     (folder / PACKAGE / "py.typed").touch()  # its annotations are for type checkers
+    write_project(folder)
+
+
+def assemble_editable(folder: Path) -> None:
+    """Write a package that takes its modules from this repository, wherever it is used."""
+    (folder / PACKAGE).mkdir(parents=True)
+    (folder / PACKAGE / "__init__.py").write_text(EDITABLE.format(root=str(ROOT)))
+    write_project(folder)
+
+
+def write_project(folder: Path) -> None:
+    """Write the pyproject.toml of the package in a folder, and what it names."""
     for name in ("README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / name)
     sections = re.split(

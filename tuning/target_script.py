@@ -1,6 +1,6 @@
 """The entry script that a sweep tunes: its flags, and the arguments that all trials share.
 
-script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--recipe", "recipes/fast94.yaml"])
+script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--recipe", "fast94"])
 script.flags({"lr": 0.1, "nesterov": False})["lr"]
 """
 

@@ -16,7 +16,7 @@ import conftest
 import ranks
 import resnet50_test
 import transformer_test
-from cli import factory
+from cli import data as cli_data
 from conftest import SHORT, for_each, run, write_images
 from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
@@ -334,7 +334,7 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
 
 def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
     """Others with another seed; a folder of class folders is a training set as well."""
-    seeds, held_out = [], factory.held_out_rows
+    seeds, held_out = [], cli_data.held_out_rows
     unsplit = ("images", resnet50_test, IMAGES, lambda root, _: image_folder(root, "."))
     for number, (name, script, base, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
@@ -343,7 +343,7 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
         refused(name, f"--data_dir {data} --val_fraction 0.99", names, base)
         if name == "images":
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
-        with mock.patch.object(factory, "held_out_rows", side_effect=held_out) as record:
+        with mock.patch.object(cli_data, "held_out_rows", side_effect=held_out) as record:
             flags = f"--data_dir {data} --val_fraction 0.25 --seed {number} --out {out}"
             table = run(script, base, flags).splitlines()
         seeds += [called.kwargs["seed"] for called in record.call_args_list]

@@ -1,5 +1,6 @@
 """The package faster_training: built by pip, installed alone, and used from another folder."""
 
+import csv
 import os
 import re
 import subprocess
@@ -7,9 +8,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-import ranks
+from input_pipeline.text_datasets import HEADLINES
+from package.assemble import assemble_editable
 from ranks import ROOT
 
 BUILD_TOOLS_MISSING = "Could not find a version that satisfies the requirement setuptools"
@@ -63,18 +67,43 @@ def test_importing_it_imports_neither_the_loop_nor_large_libraries(site: Path) -
     assert "faster_training.training.trainer" not in modules
 
 
-def test_a_run_is_loaded_by_the_package_alone(site: Path, tmp_path: Path) -> None:
-    flags = "--dataset digits --arch resnet8 --epochs 1 --subset 0.2 --out run"
-    ranks.run(f"resnet50_test.py {flags}", tmp_path)
+def test_fit_trains_on_a_folder_and_load_reads_its_run(site: Path, tmp_path: Path) -> None:
+    """Of the wheel, and of `pip install -e .`; recipes come with it."""
+    for number in range(40):
+        file = tmp_path / "photos" / ("train" if number % 4 else "test") / f"{number % 2}"
+        file.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 100, (8, 8)) + 150 * (number % 2)
+        Image.fromarray(noise.astype(np.uint8)).save(file / f"{number}.png")
+    rows = list(csv.reader(HEADLINES.open(encoding="utf-8")))
+    for name, part in (("train", rows[::3]), ("test", rows[1::3])):
+        lines = [["label", "text"], *([row[0], row[-1]] for row in part)]
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        with (tmp_path / "texts" / f"{name}.csv").open("w", encoding="utf-8") as file:
+            csv.writer(file).writerows(lines)
     metadata = (ROOT / "pyproject.toml").read_text()
     code = f"""
-import numpy as np, faster_training as f
-[label] = f.load({str(tmp_path / "run")!r}).predict([np.zeros((30, 40), dtype=np.uint8)])
-assert label in "0123456789"
-assert f'version = "{{f.__version__}}"' in {metadata!r}
-assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
+import os, faster_training as f
+os.chdir({str(tmp_path)!r})
+if __name__ == "__main__":
+    shared = {{"epochs": 1, "precision": "fp32", "threads": 1}}
+    flags = {{"recipe": "fast94", "small_epochs": 0, "warmup": 0, "bs": 4}}
+    images = f.fit("photos", arch="resnet8", **flags, **shared)
+    [run] = os.listdir("runs")
+    assert images.predict(["photos/test/0/0.png"]) == f.load(f"runs/{{run}}").predict(
+        ["photos/test/0/0.png"])
+    os.rename(f"runs/{{run}}", f"was-{{run}}")
+    sizes = {{"width": 8, "depth": 1}}
+    texts = f.fit("texts", model_args=sizes, optimizer="sgd", nesterov=False, **shared)
+    assert texts.predict(["Stocks fall"])[0] in "1234"
+    assert f'version = "{{f.__version__}}"' in {metadata!r}
+    assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
 """
-    run_elsewhere(site, "-c", code)
+    (tmp_path / "fit.py").write_text(code)
+    assemble_editable(tmp_path / "editable")
+    run_elsewhere(site, str(tmp_path / "fit.py"))
+    run_elsewhere(
+        tmp_path / "editable", "-c", "from faster_training import NGD, fit, images_command"
+    )
 
 
 # -------------------------------------------------------------------- examples

@@ -197,6 +197,9 @@ def test_defaults_and_flags_without_effect():
     parser = transformer_test.parser()
     words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
     args, _ = options.parse(parser, transformer_test.SCRIPT, words)
-    assert (args.lr, args.batch_size) == (5e-5, 8)
+    assert (args.lr, args.batch_size, args.head) == (5e-5, 8, "random")
+    frozen, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--freeze"])
+    low_rank, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--lora", "4"])
+    assert (frozen.head, low_rank.lr) == ("probe", 5e-4)
     lines = parser.unused(parser.given(words), vars(args))
     assert ["--arch transformer" in line for line in lines] == [True, True]
