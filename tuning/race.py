@@ -27,9 +27,10 @@ from figures import verdict
 from figures.run_logs import ReportedRun, Row, read_run
 from figures.verdict import Contender, best_rate
 from training.atomic_file import atomic_write_text
+from training.epoch_report import training_seconds
 from training.progress import duration
 from training.run_folder import lock_run_folder, make_run_folder
-from tuning.config import Arm, Objective, Space, SweepConfig
+from tuning.config import Arm, Space, SweepConfig
 from tuning.results import check_kept, training_command, write_recipe
 from tuning.search import finished_trials, run_sweep, trial_arguments
 from tuning.target_script import SPEED_FLAGS, TargetScript
@@ -295,9 +296,8 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
         InputError: the run failed, or its first epoch takes too long.
     """
     limit = max(60, 30 * config.minutes / len(config.arms))
-    first_epoch, sweep = Objective("first epoch", target=0.0), config.sweep(epochs)
     with tempfile.TemporaryDirectory(dir=config.out) as scratch:
-        sweep = replace(sweep, objective=first_epoch, out=Path(scratch))
+        sweep = replace(config.sweep(epochs), ends_after_one=True, out=Path(scratch))
         runner = TrialRunner(sweep, trial_arguments(sweep), gpu_slots(sweep))
         timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
         timer.start()
@@ -305,7 +305,9 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
         if "small_epochs" in arm.script.given.get("augment_args", {}):
             arguments += ["--small_epochs", "0"]
         try:
-            epoch = runner(optuna.create_study().ask(), [*arguments, "--eval_every", "1"])
+            trial = optuna.create_study().ask()
+            runner(trial, [*arguments, "--eval_every", "1"])
+            epoch = training_seconds(complete_rows(trial_folder(sweep, trial))[0])
         except TrialFailed:
             return None
         except SystemExit as ended:

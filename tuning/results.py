@@ -44,13 +44,12 @@ def format_result(trial: FrozenTrial) -> str:
     return f"{trial.value:.4f}" if is_complete else trial.state.name.lower()
 
 
-def rank_trials(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+def rank_trials(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Sort trials: complete ones by value, then pruned ones by epochs, then failed ones."""
-    sign = -1 if study.direction.name == "MAXIMIZE" else 1
 
     def key(trial: FrozenTrial) -> tuple[int, float]:
         if trial.state is TrialState.COMPLETE:
-            return 0, sign * trial.values[0]
+            return 0, -trial.values[0]
         return 1 + (trial.state is TrialState.FAIL), -len(trial.intermediate_values)
 
     return sorted(trials, key=key)
@@ -76,7 +75,6 @@ def write_trials(study: optuna.Study, ranking: Sequence[FrozenTrial], config: Sw
     )
     if not complete(ranking):
         reasons = [trial.user_attrs["error"] for trial in ranking if "error" in trial.user_attrs]
-        reasons.append("none reached the target; give more --epoch, or a lower target")
         raise InputError(f"no trial is complete, so there is no recipe: {reasons[0]}")
     draw_pictures(study, config)
 
@@ -110,7 +108,7 @@ def write_winner(
     flags = config.script.flags(params)
     comment = (
         f"{found}# The best of {len(ranking)} trials of {config.script.file} by "
-        f"{config.objective.name}: {best.value:.4f} on held-out training rows.\n"
+        f"accuracy: {best.value:.4f} on held-out training rows.\n"
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
@@ -150,7 +148,7 @@ def draw_pictures(study: optuna.Study, config: SweepConfig) -> None:
     from matplotlib import pyplot as plt
     from optuna.visualization import matplotlib as visualization
 
-    objective = f"{config.objective.name} on held-out rows"
+    objective = "accuracy on held-out rows"
     pictures: dict[str, Callable[[], Any]] = {
         "history": lambda: visualization.plot_optimization_history(study, target_name=objective),
         "curves": lambda: visualization.plot_intermediate_values(study),

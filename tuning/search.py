@@ -20,7 +20,6 @@ from errors import INTERRUPTED, InputError, Interrupted, handled_signals
 from training.run_folder import lock_run_folder, make_run_folder
 from tuning import results, space
 from tuning.config import SweepConfig
-from tuning.target_script import SPEED_FLAGS
 from tuning.trials import TrialFailed, TrialRunner, gpu_slots, trial_folder
 
 MEDIAN_TRIALS = 4  # complete ones before the median pruner judges any, after its first epoch
@@ -148,7 +147,7 @@ def open_study(config: SweepConfig) -> optuna.Study:
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),
         storage=storage,
-        direction="maximize" if config.objective.target is None else "minimize",
+        direction="maximize",
         load_if_exists=True,
     )
     check_settings(study, config)
@@ -171,11 +170,6 @@ def check_settings(study: optuna.Study, config: SweepConfig) -> None:
     settings = {f"--{name}": value for name, value in config.script.settings().items()}
     settings |= {f"the space's {name}": entry for name, entry in config.space.items()}
     settings |= {"--val_fraction": config.val_fraction, "--nproc": config.nproc}
-    settings |= {"--objective": config.objective.name}
-    if config.objective.target is not None:  # seconds, which compare on equal terms alone
-        given = config.script.given
-        settings |= {f"--{name}": given.get(name) for name in SPEED_FLAGS}
-        settings |= {"--jobs": config.jobs}
     stored = study.user_attrs.get("settings", settings)
     names = sorted(stored.keys() | settings)
     if different := [name for name in names if stored.get(name) != settings.get(name)]:

@@ -1,10 +1,10 @@
 """Search hyper-parameters on a fraction of the training set, an entry script's process per trial.
 
 bash tuning/resnet50_tuning.sh --trials 40 --jobs 4     # four trials at a time, on a GPU each
-bash tuning/transformer_tuning.sh --sampler random --objective time_to:0.85 --dataset agnews
+bash tuning/transformer_tuning.sh --sampler random --dataset agnews
 python -m tuning.sweep --script transformer_test.py --space my_space.yaml --epoch 8
 
-Flags that are not listed below are passed to the script. The objective is measured on rows held out
+Flags that are not listed below are passed to the script. Accuracy is measured on rows held out
 of the training set, never on the test set. A sweep that was killed resumes when the same command is
 run again with the same --out. It ends with a table, trials.csv, pictures, and a recipe for the
 script's --recipe.
@@ -20,8 +20,7 @@ from pathlib import Path
 from cli import flag_parser
 from cli.flag_parser import Choice, FlagParser, file_path, number
 from errors import InputError, exit_code
-from figures.verdict import Contender
-from tuning.config import Objective, SweepConfig
+from tuning.config import SweepConfig
 from tuning.target_script import TargetScript
 
 SCRIPTS = ("resnet50_test.py", "transformer_test.py")
@@ -42,7 +41,6 @@ def sweep_parser() -> FlagParser:
     samplers = Choice(["tpe", "random", "grid"])
     add("--sampler", samplers, "tpe", "Optuna's sampler; grid takes all choices in turn")
     add("--pruner", Choice(["median", "none"]), "median", "Optuna's end of hopeless trials")
-    add("--objective", str, "accuracy", "accuracy, or time_to:0.9, the seconds to reach it")
     add("--val_fraction", HELD_OUT, 0.1, "held-out training rows", metavar="F")
     count("--sweep_seed", flag_parser.natural, 0, "seed of the sampler")
     count("--seeds", flag_parser.count, 4, "runs of the defaults and each of the best two trials")
@@ -74,18 +72,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.sampler == "grid":
         whole = math.prod(map(len, space.grid(searched).values()))
         trials = min(args.trials or whole, whole)
-    read = {"script": script, "space": searched, "objective": Objective.parse(args.objective)}
-    read |= {"trials": trials, "out": args.out or Path("runs", f"tuning-{name}")}
+    read = {"script": script, "space": searched, "trials": trials}
+    read |= {"out": args.out or Path("runs", f"tuning-{name}")}
     config = SweepConfig(**vars(args) | read)
     defaults = space.usual_values(searched, script) if args.sampler != "grid" else None
     study = search.run_sweep(config, first=[defaults] if defaults else [])
-    ranking = results.rank_trials(study, search.finished_trials(study))
+    ranking = results.rank_trials(search.finished_trials(study))
     results.write_trials(study, ranking, config)
-    arms: list[Contender] = []
-    lost: dict[str, str] = {}
-    if config.objective.target is None:
-        best = [trial for trial in results.complete(ranking) if trial.params != defaults]
-        arms, lost = race.race_defaults(config, best)
+    best = [trial for trial in results.complete(ranking) if trial.params != defaults]
+    arms, lost = race.race_defaults(config, best)
     results.write_winner(ranking, config, arms=arms, lost=lost)
 
 

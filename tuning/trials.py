@@ -6,7 +6,6 @@ value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFa
 
 import fcntl
 import json
-import math
 import os
 import queue
 import signal
@@ -20,13 +19,11 @@ from typing import Any
 
 import optuna
 import torch
-from optuna.pruners import NopPruner
-from optuna.trial import TrialState
 
 import errors
 from distributed.worker import SWEEP
 from errors import InputError
-from training.epoch_report import is_evaluated, training_seconds
+from training.epoch_report import is_evaluated
 from tuning.config import SweepConfig, row_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,14 +52,14 @@ class TrialRunner:
     stop: threading.Event = field(default_factory=threading.Event)  # set to end all trials
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
-        """Run one trial and return its value of the objective.
+        """Run one trial and return its accuracy.
 
         Args:
             trial: its user attributes get its folder, from whose checkpoint a killed one resumes.
             arguments: the searched flags.
 
         Raises:
-            optuna.TrialPruned: others do better, or the trial never reached its target.
+            optuna.TrialPruned: others do better.
             TrialFailed: the script failed.
             SystemExit: the sweep was interrupted; or, with a message, a strict one failed.
         """
@@ -103,20 +100,18 @@ class TrialRunner:
             return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
-        """Report each epoch to Optuna; end the process if it is pruned or reaches the target."""
-        objective, num_reported = self.config.objective, 0
+        """Report each epoch to Optuna; end the process if it is pruned."""
+        num_reported = 0
         before = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         try:
             while True:
                 ended = process.poll() is not None  # asked first: then the rows are all there
                 rows = complete_rows(folder)
-                if any(map(objective.is_reached, rows)):
+                if rows and self.config.ends_after_one:
                     break
                 for row in filter(is_evaluated, rows[num_reported:]):
                     if row["epoch"] not in before:
-                        accuracy = row_accuracy(row)
-                        is_minimised = objective.target is not None
-                        trial.report(1 - accuracy if is_minimised else accuracy, row["epoch"])
+                        trial.report(row_accuracy(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
@@ -132,21 +127,12 @@ class TrialRunner:
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
-        if (value := objective.final_value(rows)) is None:
-            raise optuna.TrialPruned  # it never reached the target
-        return value
+        return row_accuracy(rows[-1])
 
     def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
-        """Decide after an epoch whether to prune the trial, but for its last one.
-
-        With --objective time_to, unless --pruner is none, a trial is pruned as soon as it has
-        taken longer than the fastest complete trial.
-        """
-        if self.config.objective.target is None or isinstance(trial.study.pruner, NopPruner):
-            is_hopeless = trial.should_prune()
-            return is_hopeless and row["epoch"] < self.config.script.flags(trial.params)["epochs"]
-        complete = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        return training_seconds(row) >= min((each.values[0] for each in complete), default=math.inf)
+        """Decide after an epoch whether to prune the trial, but for its last one."""
+        is_hopeless = trial.should_prune()
+        return is_hopeless and row["epoch"] < self.config.script.flags(trial.params)["epochs"]
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:

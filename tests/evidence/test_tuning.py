@@ -33,7 +33,7 @@ from conftest import each_of, for_each
 from distributed.worker import SWEEP
 from figures.verdict import paired_difference
 from tuning import compare, race, results, search, space, sweep, trials
-from tuning.config import Objective, SweepConfig
+from tuning.config import SweepConfig
 from tuning.target_script import TargetScript
 
 ROOT = ranks.ROOT
@@ -108,7 +108,6 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (categorical("out", "x"), "", "the search sets this flag"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--sampler grid", "lr has a range"),
-        (None, "--objective time_to:2", "--objective"),
         (None, "--resume-from-checkpoint=x", "--resume"),
         (None, "--epochs 3 --warmup 5", "warmup=5"),  # which every trial would refuse
         (None, "--stop-at 0.9", "leave it out"),
@@ -188,26 +187,10 @@ def test_gpus_are_divided_among_trials(monkeypatch):
     assert slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
 
 
-def test_objectives():
-    rows = [{"val_accuracy": value, "seconds": 10.0 * n} for n, value in enumerate((0.3, 0.7), 1)]
-    accuracy, time_to = Objective.parse("accuracy"), Objective.parse("time_to:0.6")
-    assert accuracy.final_value(rows) == 0.7
-    assert time_to.final_value(rows) == 20.0
-    assert time_to.final_value(rows[:1]) is None
-    assert [time_to.is_reached(row) for row in rows] == [False, True]
-    runner = trials.TrialRunner(SimpleNamespace(objective=time_to), [], queue.Queue())
-    for pruner, values, expected in (
-        (optuna.pruners.MedianPruner(), [40.0, 10.0], True),
-        (optuna.pruners.MedianPruner(), [40.0, 11.0], False),
-        (optuna.pruners.NopPruner(), [10.0], False),
-    ):
-        study = optuna.create_study(direction="minimize", pruner=pruner)
-        study.add_trials([optuna.trial.create_trial(value=value) for value in values])
-        assert runner.should_prune(study.ask(), rows[0]) == expected
+def test_the_last_epoch_of_a_hopeless_trial_is_kept():
     script = SimpleNamespace(flags=lambda params: {"epochs": 2})
-    runner = trials.TrialRunner(SimpleNamespace(objective=accuracy, script=script), [], None)
-    hopeless = SimpleNamespace(params={}, should_prune=lambda: True, study=study)
-    study.pruner = optuna.pruners.MedianPruner()
+    runner = trials.TrialRunner(SimpleNamespace(script=script), [], queue.Queue())
+    hopeless = SimpleNamespace(params={}, should_prune=lambda: True)
     assert [runner.should_prune(hopeless, {"epoch": each}) for each in (1, 2)] == [True, False]
 
 
@@ -281,16 +264,16 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
     assert len(values) == 6
 
 
-def test_a_target_that_no_trial_reaches_makes_no_recipe(run_sweep, tmp_path):
-    grid = ["--sampler", "grid", "--epochs", "1", *DIGITS, "--objective", "time_to:0.99"]
+def test_a_sweep_without_a_complete_trial_makes_no_recipe(run_sweep, tmp_path):
+    grid = ["--sampler", "grid", "--epochs", "1", *DIGITS]
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "recipe.yaml").write_text("lr: 0.1")  # which may be its own --recipe
-    assert "holds a recipe.yaml" in run_sweep(categorical("lr", 1e-6), *grid)[2]
+    assert "holds a recipe.yaml" in run_sweep(categorical("lr", 1e30), *grid)[2]
     (tmp_path / "sweep" / "recipe.yaml").unlink()
-    code, _, error = run_sweep(categorical("lr", 1e-6), *grid)
+    code, _, error = run_sweep(categorical("lr", 1e30), *grid)
     assert (code, error.count("\n")) == (2, 1)
-    assert "no trial is complete, so there is no recipe: none reached the target" in error
-    assert table(tmp_path / "sweep")[0]["state"] == "PRUNED"
+    assert "no trial is complete, so there is no recipe: error: " in error
+    assert table(tmp_path / "sweep")[0]["state"] == "FAIL"
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
 
 
