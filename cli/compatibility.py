@@ -50,8 +50,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([SHARDED], [NOT_OF_SHARDS, {"sync": Not(("sync",))}, CORRECTED, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd, adamw "
      "or ngd"),
-    ([SHARDED], [{"balance_workers": ON}, {"dynamic_batch": ON}, APEX,
-                 {"backend": Not(("auto", "eager"))}],
+    ([SHARDED], [{"balance_workers": ON}, APEX, {"backend": Not(("auto", "eager"))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
     ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, NOT_RECORDED_MIXING],

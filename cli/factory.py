@@ -618,8 +618,9 @@ def create_trainer_config(args: Namespace, run: Run, batches: DynamicBatchSample
     accumulation_steps, micro_batch_size = args.accumulate, args.micro_bs
     if batches.changes:
         accumulation_steps = 1
-        on_cpu = run.world.device.type == "cpu"
-        if micro_batch_size is None and (on_cpu or args.accumulate > 1 or batches.balancer):
+        # elsewhere the largest batch is tried, see `Probe`
+        is_untried = run.world.device.type == "cpu" or args.parallel != "ddp"
+        if micro_batch_size is None and (is_untried or args.accumulate > 1 or batches.balancer):
             # Twice as many with --balance_workers, so that a fast rank's share is still one.
             micro_batch_size = args.batch_size * (2 if batches.balancer else 1)
     return TrainerConfig(
