@@ -9,7 +9,8 @@ multiplied by F^(-1/2), where F is the momentum's second moment along the shorte
 momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, which are
 followed from step to step, and taken for a multiple of the identity in the others. Every step has
 the same length, which depends on the weight's shape alone, unless nearly no momentum is left.
-Embeddings, classifiers, biases and normalisation take the step of AdamW.
+Embeddings, classifiers, biases and normalisation take the step of AdamW. Of weights in shards
+(FSDP's DTensors) one rank owns each matrix: it gathers X, and sends F^(-1/2) X back to the shards.
 
 The symbols of the code, for one weight (everything in the code has a leading `batch` dimension, the
 weights of one shape, which are updated together):
@@ -43,12 +44,14 @@ PowerSGD (arXiv:1905.13727) and Dion (arXiv:2504.05295). docs/natural_gradient.m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -57,6 +60,15 @@ from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
 from optimizers.matrix_functions import inverse_square_root, traces
 from optimizers.param_groups import is_matrix
+from optimizers.shards import (
+    balanced_owners,
+    local,
+    owned_like,
+    ranks_of_shards,
+    shard_sizes,
+    sharded_like,
+    whole,
+)
 
 CPU_BATCH_BYTES = 16 * 2**20  # of weights that are updated together: what a cache holds
 GPU_BATCH_BYTES = 2**28  # ... on other devices: few kernel launches
@@ -84,7 +96,7 @@ class NGD(GradScalerOptimizer):
 
     State of a matrix:
         momentum_buffer        its shape, in fp32 at least: the mean of the gradients.
-        directions             (rank, D), R.
+        directions             (rank, D), R; of a matrix in shards, the owner's.
     State of another parameter:
         exp_avg, exp_avg_sq    as of AdamW, in fp32 at least.
         step                   fp32 (), how many gradients it had, without those of skipped steps.
@@ -143,9 +155,13 @@ class NGD(GradScalerOptimizer):
     def _apply_step(self) -> None:
         self.remake(self._made_of, self._make_batches)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            for group, together in zip(self.param_groups, self.batches):
-                for batches in together:
-                    self._matrix_step(batches, group)
+            for batches in self.batches:
+                active = self._load_momenta(batches)
+                whiten(batches, active=active)
+                self._update(batches, active=active)
+            for sharded in self.sharded:
+                self._sharded_step(sharded)
+            for group in self.param_groups:
                 self._adamw_step(group)
 
     def _made_of(self) -> list[Any]:
@@ -155,35 +171,102 @@ class NGD(GradScalerOptimizer):
         return [*self.held("momentum_buffer", "directions"), *has_gradient, *ranks]
 
     def _make_batches(self) -> None:
-        """Makes the batches of each group, with memory to work in."""
-        self.batches = [make_batches(group, self.state) for group in self.param_groups]
-        lists = [batches for together in self.batches for batches in together]
+        """Makes the batches; those of whole matrices get memory to work in."""
+        self.batches, self.sharded = [], []
+        by_kind: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None and is_matrix(p, group):
+                    dtype = torch.promote_types(p.dtype, torch.float32)
+                    by_kind[ranks_of_shards(p), dtype].append((number, p))
+        for (ranks, _), matrices in by_kind.items():
+            # the products that take most of the time cost as much for each element of a matrix
+            size = 1 if ranks is None else ranks.size()
+            owners = balanced_owners([p.numel() for _, p in matrices], size)
+            batches = self._cut(matrices, owners)
+            if ranks is None:
+                self.batches += step_together(batches)
+            else:
+                self.sharded.append(ShardedMatrices(batches, ranks))
+        self.exchanged = (
+            sum(each.handed_bytes for each in self.sharded),
+            sum(each.sent_bytes for each in self.sharded),
+        )
         scratch: dict[Any, Tensor] = {}  # which one list after another uses
-        for batches in lists:
+        for batches in self.batches:
             first, size = batches[0], sum(batch.elements for batch in batches)
             key = first.device, first.dtype
             if key not in scratch or scratch[key].shape[1] < size:
                 scratch[key] = torch.empty((2, size), device=first.device, dtype=first.dtype)
-        for batches in lists:
+        for batches in self.batches:
             rest = scratch[batches[0].device, batches[0].dtype]
             for batch in batches:
                 X, batch.buffer = rest[:, : batch.elements]
                 batch.X = X.view(len(batch.parameters), -1)
                 rest = rest[:, batch.elements :]
 
-    def _matrix_step(self, batches: Sequence[MatrixBatch], group: dict[str, Any]) -> None:
-        """Takes NGD's step with the parameters of batches of one rank and device."""
+    def _cut(
+        self, matrices: Sequence[tuple[int, Tensor]], owners: Sequence[int]
+    ) -> list[MatrixBatch]:
+        """Cuts (number of a group, matrix) into batches of one group, shape, device and owner."""
+        by_kind: dict[Any, list[Tensor]] = defaultdict(list)
+        for (group, p), owner in zip(matrices, owners):
+            by_kind[group, owner, p.shape, p.dtype, p.device].append(p)
+        batches = []
+        for (group, owner, *_), alike in by_kind.items():
+            limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
+            size = max(1, limit // (alike[0].numel() * alike[0].element_size()))
+            for start in range(0, len(alike), size):
+                parameters = alike[start : start + size]
+                states, rank = [self.state[p] for p in parameters], self.param_groups[group]["rank"]
+                batches.append(MatrixBatch(parameters, states, group=group, rank=rank, owner=owner))
+        return batches
+
+    def _load_momenta(self, batches: Sequence[MatrixBatch]) -> Tensor:
+        """X of batches becomes the momentum; returns 0 () where the step is skipped, else 1."""
         first = batches[0]
         active = torch.ones((), dtype=first.dtype, device=first.device)
         if self.found_inf is not None:
             active = (self.found_inf == 0).to(first.dtype)
         for batch in batches:
             batch.load_momentum(
-                group, active=active, loss_scale=self.loss_scale, found_inf=self.found_inf
+                self.param_groups[batch.group],
+                active=active,
+                loss_scale=self.loss_scale,
+                found_inf=self.found_inf,
             )
-        (precondition_small if first.is_small else precondition)(batches, active=active)
+        return active
+
+    def _update(self, batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+        """Updates the parameters of batches along X."""
         for batch in batches:
-            batch.update(group, active=active)
+            batch.update(self.param_groups[batch.group], active=active)
+
+    def _sharded_step(self, sharded: ShardedMatrices) -> None:
+        """Takes the step with matrices in shards, of which each rank whitens its own."""
+        first, ranks = sharded.batches[0], sharded.ranks
+        flat = torch.empty(sum(sharded.sent), dtype=first.dtype, device=first.device)
+        shards = dict(zip(sharded.batches, sharded.shards(flat)))
+        for batch in sharded.batches:
+            batch.X = shards[batch]
+        active = self._load_momenta(sharded.batches)
+        gathered = flat.new_empty(sum(sharded.received))
+        dist.all_to_all_single(gathered, flat, sharded.received, sharded.sent, group=ranks)
+        pieces = dict(zip(sharded.owned, sharded.pieces(gathered)))
+        for batches in sharded.together:
+            for batch in batches:
+                batch.X = torch.cat(pieces[batch], dim=1)
+                batch.buffer = torch.empty_like(batch.X).flatten()
+            whiten(batches, active=active)
+            for batch in batches:
+                parts = batch.X.split([piece.shape[1] for piece in pieces[batch]], dim=1)
+                torch._foreach_copy_(pieces[batch], list(parts))
+                batch.X = shards[batch]
+                del batch.buffer
+        dist.all_to_all_single(flat, gathered, sharded.sent, sharded.received, group=ranks)
+        self._update(sharded.batches, active=active)
+        for batch in sharded.batches:  # the memory is free until the next step
+            del batch.X
 
     def _adamw_step(self, group: dict[str, Any]) -> None:
         """Takes AdamW's step with the parameters of a group that are no matrices."""
@@ -201,39 +284,69 @@ class NGD(GradScalerOptimizer):
             torch._foreach_add_(steps, 1.0 if active is None else [active.float()] * len(steps))
             adam = AdamStep.of(group, torch.stack(steps), active=active)
             lr = group["lr"] * group["adamw_ratio"]
-            adamw_step_(parameters, m, v, grads=grads, adam=adam, lr=lr)
+            weights = [local(p) for p in parameters]
+            adamw_step_(weights, m, v, grads=grads, adam=adam, lr=lr)
 
 
-def make_batches(
-    group: dict[str, Any], state: dict[Tensor, dict[str, Any]]
-) -> list[list[MatrixBatch]]:
-    """Cuts the matrices of a group that have a gradient into batches of one shape and device.
+def step_together(batches: Sequence[MatrixBatch]) -> list[list[MatrixBatch]]:
+    """Returns the batches in lists that take their steps together.
+
+    On a CPU, where the gradients of one batch fit its cache, each is alone; on other devices a list
+    has all that have the same rank, so that the algebra of small matrices is launched once.
+    """
+    together: dict[Any, list[MatrixBatch]] = defaultdict(list)
+    for batch in batches:
+        is_alone = batch.device.type in ALONE_DEVICES and batch.bytes > TOGETHER_BYTES
+        alone = len(together) if is_alone else None
+        kind = batch.group, batch.device, batch.dtype, batch.rank, batch.is_small, alone
+        together[kind].append(batch)
+    return list(together.values())
+
+
+class ShardedMatrices:
+    """The batches of matrices in shards, each with an owner, and how they travel.
 
     Args:
-        group: the parameter group.
-        state: the optimizer's state, by parameter.
+        batches: of the same ranks and dtype.
+        ranks: those that hold the shards.
 
-    Returns:
-        Lists of batches that take their steps together: on a CPU, where the gradients of one batch
-        fit its cache, each alone; on other devices all that have the same rank, so that the algebra
-        of small matrices is launched once.
+    Attributes:
+        batches: alike on all ranks, in the order of their owners.
+        owned: those of this rank.
+        together: the owned ones in lists that take their steps together.
+        sent, received: elements to, and from, each rank on the way to the owners.
+        handed_bytes, sent_bytes: there and back, those for this rank itself included, and without.
     """
-    by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-    for p in group["params"]:
-        if p.grad is not None and is_matrix(p, group):
-            by_kind[p.shape, p.dtype, p.device].append(p)
-    together: dict[Any, list[MatrixBatch]] = defaultdict(list)
-    for alike in by_kind.values():
-        limit = CPU_BATCH_BYTES if alike[0].device.type == "cpu" else GPU_BATCH_BYTES
-        size = max(1, limit // (alike[0].numel() * alike[0].element_size()))
-        for start in range(0, len(alike), size):
-            parameters = alike[start : start + size]
-            batch = MatrixBatch(parameters, [state[p] for p in parameters], rank=group["rank"])
-            is_alone = batch.device.type in ALONE_DEVICES and batch.bytes > TOGETHER_BYTES
-            alone = len(together) if is_alone else None
-            kind = batch.device, batch.dtype, batch.R.shape[1], batch.is_small, alone
-            together[kind].append(batch)
-    return list(together.values())
+
+    def __init__(self, batches: Sequence[MatrixBatch], ranks: dist.ProcessGroup) -> None:
+        self.ranks, self.rank, size = ranks, ranks.rank(), ranks.size()
+        self.batches = sorted(batches, key=lambda batch: batch.owner)
+        self.owned = [batch for batch in self.batches if batch.owner == self.rank]
+        self.together = step_together(self.owned)
+        self.parts = {batch: shard_sizes(batch.parameters[0], size) for batch in self.batches}
+        self.sent, self.received = [0] * size, [0] * size
+        for batch in self.batches:
+            self.sent[batch.owner] += len(batch.parameters) * self.parts[batch][self.rank]
+        for batch, other in itertools.product(self.owned, range(size)):
+            self.received[other] += len(batch.parameters) * self.parts[batch][other]
+        kept = self.sent[self.rank] + self.received[self.rank]
+        self.handed_bytes = (sum(self.sent) + sum(self.received)) * self.batches[0].dtype.itemsize
+        self.sent_bytes = self.handed_bytes - kept * self.batches[0].dtype.itemsize
+
+    def shards(self, flat: Tensor) -> list[Tensor]:
+        """Views of what is sent (elements,): this rank's (matrices, part) of each batch."""
+        return self._views(flat, [(batch, self.rank) for batch in self.batches])
+
+    def pieces(self, flat: Tensor) -> list[list[Tensor]]:
+        """Views of what is received: for each owned batch the (matrices, part) of each rank."""
+        order = [(batch, rank) for rank in range(len(self.sent)) for batch in self.owned]
+        views = self._views(flat, order)
+        return [views[place :: len(self.owned)] for place in range(len(self.owned))]
+
+    def _views(self, flat: Tensor, order: Sequence[tuple[MatrixBatch, int]]) -> list[Tensor]:
+        shapes = [(len(batch.parameters), self.parts[batch][rank]) for batch, rank in order]
+        parts = flat.split([count * part for count, part in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 class MatrixBatch:
@@ -243,17 +356,27 @@ class MatrixBatch:
         parameters: the parameters.
         states: the optimizer's state of each. What is missing is created, and the tensors become
             views of this batch's tensors.
+        group: the number of the parameters' group.
         rank: the most directions that are told apart.
+        owner: the rank that whitens them, of those that hold their shards.
     """
 
-    X: Tensor  # (batch, elements of a parameter): gradient, momentum, step
+    X: Tensor  # (batch, elements of a parameter, or of its shard): gradient, momentum, step
     buffer: Tensor  # as much memory again
 
     def __init__(
-        self, parameters: list[Tensor], states: list[dict[str, Any]], *, rank: int
+        self,
+        parameters: list[Tensor],
+        states: list[dict[str, Any]],
+        *,
+        group: int,
+        rank: int,
+        owner: int,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.group, self.owner = parameters, group, owner
         first = parameters[0]
+        ranks = ranks_of_shards(first)
+        is_owner = ranks is None or owner == ranks.rank()
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of all but the parameters
         self.elements = len(parameters) * first.numel()
@@ -268,24 +391,26 @@ class MatrixBatch:
             self.view_shape = (len(parameters), 1, rows, columns)
         else:
             self.view_shape = (len(parameters), rows, columns, 1)
-        rank = min((self.dim + 1) // 2, rank)
+        self.rank = rank = min((self.dim + 1) // 2, rank)
         self.dims = torch.full(
             (len(parameters),), float(self.dim), dtype=torch.float64, device=self.device
         )
         if missing := [state for state in states if len(state.get("directions", ())) != rank]:
             directions = initial_directions(rank, self.dim).to(self.device, self.dtype)
-            momentum = torch.zeros(first.shape, dtype=self.dtype, device=self.device)
+            momentum = torch.zeros_like(local(first), dtype=self.dtype)
             for state in missing:
                 state["directions"] = directions
                 state.setdefault("momentum_buffer", momentum)
-        R = torch.stack([state["directions"] for state in states])
+        R = torch.stack([whole(state["directions"]) for state in states])
         self.R = R.to(self.dtype)  # (batch, rank, D); of another precision after a load
         self.is_small = self.device.type in ALONE_DEVICES and self.dim <= 2 * rank
-        buffers = [state["momentum_buffer"].permute(self.axis_order) for state in states]
+        buffers = [local(state["momentum_buffer"]).permute(self.axis_order) for state in states]
         self.momentum = torch.stack(buffers).to(self.dtype)  # (batch, a weight's permuted shape)
-        for state, buffer, row in zip(states, self.momentum, self.R):
-            state["momentum_buffer"] = buffer.permute(self.inverse_order)
-            state["directions"] = row
+        for p, state, buffer, row in zip(parameters, states, self.momentum, self.R):
+            state["momentum_buffer"] = sharded_like(buffer.permute(self.inverse_order), p)
+            state["directions"] = owned_like(row, p, is_owner=is_owner)
+        if not is_owner:
+            del self.R
 
     @property
     def matrices(self) -> Tensor:
@@ -309,7 +434,7 @@ class MatrixBatch:
             found_inf: other than 0 where the step must be skipped (); None is 0.
         """
         X, momentum = self.X, self.momentum.view(self.X.shape)
-        grads = [p.grad.permute(self.axis_order) for p in self.parameters if p.grad is not None]
+        grads = [local(p.grad).permute(self.axis_order) for p in self.parameters]
         torch.stack(grads, out=X.view(self.momentum.shape))
         if loss_scale is not None:
             X /= loss_scale
@@ -332,19 +457,30 @@ class MatrixBatch:
         product = project(W, self.matrices, buffer=self.buffer)
         self.X, self.buffer = product.view(self.X.shape), self.X.flatten()
 
-    def update(self, group: dict[str, Any], *, active: Tensor) -> None:
-        """Scales X to the length of a step, and updates the parameters along it."""
+    def normalize(self) -> None:
+        """Scales X to the length of a step at a learning rate of 1."""
         X = self.X
         X.mul_((self.length / row_norms(X).clamp(min=SMALLEST)).to(X.dtype)[:, None])
+
+    def update(self, group: dict[str, Any], *, active: Tensor) -> None:
+        """Updates the parameters along X."""
+        X, weights = self.X, [local(p) for p in self.parameters]
         if decay := group["weight_decay"]:
-            torch._foreach_add_(self._as_parameters(X), self.parameters, alpha=decay)
+            torch._foreach_add_(self._as_parameters(X), weights, alpha=decay)
         X.mul_(active * -group["lr"])
-        torch._foreach_add_(self.parameters, self._as_parameters(X))
+        torch._foreach_add_(weights, self._as_parameters(X))
 
     def _as_parameters(self, X: Tensor) -> list[Tensor]:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
         permuted = X.view(self.momentum.shape).permute(0, *(1 + a for a in self.inverse_order))
         return list(permuted.unbind())
+
+
+def whiten(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
+    """X of batches that step together, the momentum, becomes the step at a learning rate of 1."""
+    (precondition_small if batches[0].is_small else precondition)(batches, active=active)
+    for batch in batches:
+        batch.normalize()
 
 
 def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:

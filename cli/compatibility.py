@@ -15,7 +15,7 @@ SHARDED = {"parallel": ("fsdp", "hsdp")}
 GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
-NOT_TORCH = {"optimizer": Not(("sgd", "adamw"))}
+NOT_OF_SHARDS = {"optimizer": Not(("sgd", "adamw", "ngd"))}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 NOT_RECORDED_MIXING = {"mixup": ("cutmix",)}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
@@ -47,11 +47,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     (NOISE, [CORRECTED],
      "it needs each step's own gradients; use --grad_compress none, fp16 or bf16"),
     # ---- weights in shards
-    ([SHARDED], [NOT_TORCH, {"sync": Not(("sync",))}, CORRECTED, *NOISE, {"ema": ON}],
-     "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd or "
-     "adamw"),
-    ([SHARDED], [{"balance_workers": ON}, {"dynamic_batch": ON}, APEX,
-                 {"backend": Not(("auto", "eager"))}],
+    ([SHARDED], [NOT_OF_SHARDS, {"sync": Not(("sync",))}, CORRECTED, *NOISE, {"ema": ON}],
+     "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd, adamw "
+     "or ngd"),
+    ([SHARDED], [{"balance_workers": ON}, APEX, {"backend": Not(("auto", "eager"))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
     ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, NOT_RECORDED_MIXING],

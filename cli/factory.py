@@ -435,8 +435,9 @@ def create_trainer_config(
     accumulation_steps, micro_batch_size = settings.accumulate, settings.micro_bs
     if batches.changes:
         accumulation_steps = 1
-        on_cpu = run.world.device.type == "cpu"
-        if micro_batch_size is None and (on_cpu or settings.accumulate > 1 or batches.balancer):
+        # elsewhere the largest batch is tried, see `Probe`
+        is_untried = run.world.device.type == "cpu" or settings.parallel != "ddp"
+        if micro_batch_size is None and (is_untried or settings.accumulate > 1 or batches.balancer):
             # Twice as many with --balance_workers, so that a fast rank's share is still one.
             micro_batch_size = settings.batch_size * (2 if batches.balancer else 1)
     return TrainerConfig(

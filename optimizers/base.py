@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimizers.shards import local, sharded_like
+
 RANGES: dict[str, Callable[[Any], bool]] = {
     "lr": lambda lr: lr >= 0,
     "momentum": lambda momentum: 0 <= momentum < 1,
@@ -35,6 +37,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
     needs_one_device = False  # whether all parameters of a group must lie on one
     made_of: Sequence[Any] = (None,)  # see `remake`
+    exchanged: tuple[int, int] = (0, 0)  # bytes of shards that a step hands over, and then sends
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -166,13 +169,13 @@ class GradScalerOptimizer(CheckedOptimizer):
         """Collects the gradients of a group, unscaled and in fp32 at least. Nothing waits for it.
 
         Returns:
-            The parameters that have a gradient; their gradients; and `active` (), 0 where
-            `found_inf` says that the step must be skipped, else 1, or None where `found_inf` is
-            not set. In a skipped step the gradients are zeros, because 0 times a non-finite number
-            is not 0. p.grad is never written.
+            The parameters that have a gradient; their gradients, or this rank's shards of them; and
+            `active` (), 0 where `found_inf` says that the step must be skipped, else 1, or None
+            where `found_inf` is not set. In a skipped step the gradients are zeros, because 0 times
+            a non-finite number is not 0. p.grad is never written.
         """
         parameters = [p for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in parameters]
+        grads = [local(p.grad) for p in parameters]
         grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
         if self.loss_scale is not None and grads:
             grads = list(torch._foreach_div(grads, self.loss_scale))
@@ -185,12 +188,16 @@ class GradScalerOptimizer(CheckedOptimizer):
     def moments(
         self, parameters: list[Tensor], like: list[Tensor], *names: str
     ) -> list[list[Tensor]]:
-        """For each name, the states of that name of all parameters; missing ones begin as zeros."""
+        """For each name, the states of that name of all parameters; missing ones begin as zeros.
+
+        Args:
+            like: a tensor of the kind of each state, and this rank's shard of a sharded one.
+        """
         for p, each in zip(parameters, like):
             for name in names:
                 if name not in self.state[p]:
-                    self.state[p][name] = torch.zeros_like(each)
-        return [[self.state[p][name] for p in parameters] for name in names]
+                    self.state[p][name] = sharded_like(torch.zeros_like(each), p)
+        return [[local(self.state[p][name]) for p in parameters] for name in names]
 
     def step_along(
         self,

@@ -4,13 +4,13 @@ optimizer = fused_sgd(decay_groups(model, 5e-4), lr=0.1, momentum=0.9)
 step_unless_skipped(optimizer, ~torch.isfinite(global_norm(gradients)))
 """
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backends.torch_compat import supports_fused_optimizers
+from optimizers.shards import is_sharded
 
 
 def fused_sgd(
@@ -23,7 +23,7 @@ def fused_sgd(
         lr=lr,
         momentum=momentum,
         nesterov=nesterov,
-        fused=supports_fused_optimizers(parameters) and not any(map(_is_sharded, parameters)),
+        fused=supports_fused_optimizers(parameters) and not any(map(is_sharded, parameters)),
     )
     optimizer.register_load_state_dict_post_hook(_fit_kernels)
     _start_momentum(optimizer)
@@ -64,8 +64,3 @@ def _fit_kernels(optimizer: torch.optim.Optimizer) -> None:
             is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape
             if is_tensor and value.stride() != parameter.stride():
                 state[name] = laid_out_like(value, parameter)
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")  # importing it would take a second
-    return dtensor is not None and isinstance(parameter, dtensor.DTensor)

@@ -33,6 +33,7 @@ WAYS = {  # name: number of ranks, command
     "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
     "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
+    "owners": (2, f"{IMAGES} --bs 16 --ngd --parallel fsdp"),
     "copies": (2, f"{TEXTS} --parallel ddp --balanced_sampling --best_by macro_f1"),
     "ddp-4": (4, f"{IMAGES} --bs 8"),  # a sum over four ranks depends on DDP's buckets
     "slamb-4": (4, f"{IMAGES} --bs 8 --optimizer slamb --lr 3e-3 --local_steps 3"),
@@ -153,6 +154,7 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
         ("fsdp", 1, "--bs 32"),
         ("fsdp", 3, "--bs 11"),
         ("copies", 2, "--parallel fsdp"),
+        ("owners", 3, "--bs 11"),
     ],
 )
 def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished, tmp_path):

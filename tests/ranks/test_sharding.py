@@ -1,11 +1,13 @@
 """Sharded weights: equal to data parallelism; checkpoints for any number of ranks."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ranks
 import transformer_test
@@ -15,6 +17,7 @@ from distributed.averaging import Traffic
 from distributed.world import World
 from errors import InputError
 from models.residual import residual_blocks
+from ngd import NGD
 from trainers import build_optimizer, flat, make_trainer, text_batch, text_model
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
@@ -64,10 +67,16 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 def shards_train_as_copies_do(world, parallel, local_size):
     world.nodes = torch.arange(world.size).view(local_size, -1).T.tolist()  # as by srun -m cyclic
-    for name, accumulate, clip in (("sgd", 1, 0.0), ("sgd", 3, 0.1), ("adamw", 2, 0.1)):
+    for name, accumulate, clip in (
+        ("sgd", 1, 0.0),
+        ("sgd", 3, 0.1),
+        ("adamw", 2, 0.1),
+        ("ngd", 2, 0),
+    ):
         options = {"accumulation_steps": accumulate, "max_grad_norm": clip}
         copies, shards = (trained(world, kind, name, **options) for kind in ("ddp", parallel))
-        assert_close(whole_parameters(shards), whole_parameters(copies))
+        if name != "ngd":  # whose directions depend on rounding where gradients have a low rank
+            assert_close(whole_parameters(shards), whole_parameters(copies))
         assert_close(shards.sums.values, copies.sums.values)
         held = sum(parameter.to_local().numel() for parameter in shards.parallel.parameters)
         assert (
@@ -79,6 +88,36 @@ def shards_train_as_copies_do(world, parallel, local_size):
     size, nodes = 8 * len(flat(copies.parallel.parameters)), world.size // local_size
     within, between = 1 - 1 / local_size, 2 * (1 - 1 / nodes) / local_size  # nodes
     assert all_of_it.wire - weights.wire == (within + between) * size
+    owners_step_as_one_process_does(world, parallel)
+
+
+def owners_step_as_one_process_does(world, parallel):
+    """Parameters and state, also where a rank has no row, and a step is skipped."""
+    mesh = fsdp.device_mesh(world, parallel)
+    shapes = [(40, 30), (40, 30), (20, 50), (20, 10, 3, 3), (3, 70), (90, 80), (7,), (1,)]
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Replicate(), Shard(0)][-mesh.ndim :])
+
+    alone = [nn.Parameter(draw(shape)) for shape in shapes]
+    shards = [nn.Parameter(cut(p.detach())) for p in alone]
+    optimizers = [NGD(parameters, lr=0.1) for parameters in (alone, shards)]
+    for step in range(6):
+        for p, shard in zip(alone, shards):
+            p.grad = draw(p.shape)
+            shard.grad = cut(p.grad)
+        for optimizer in optimizers:
+            optimizer.found_inf = torch.tensor(float(step == 3))
+            optimizer.step()
+    one, several = (each.state_dict()["state"] for each in optimizers)
+    for p, shard in zip(alone, shards):
+        assert_close(whole(shard.detach()), p.detach())
+    torch.testing.assert_close(fsdp.gather(several, keep=True), one, rtol=1e-9, atol=1e-11)
+    owned = sum(p.numel() for batch in optimizers[1].sharded[0].owned for p in batch.parameters)
+    mean = sum(p.numel() for p in alone[:6]) // optimizers[1].sharded[0].ranks.size()
+    assert max(world.all_gather(owned)) == max(90 * 80, mean), "the largest has an owner for itself"
 
 
 @pytest.mark.parametrize(("parallel", "size", "local_size"), [("hsdp", 2, 1), ("hsdp", 4, 2)])
@@ -107,6 +146,11 @@ def bytes_and_precision_of_the_wire(world):
     assert world.traffic.wire == world.traffic.payload / 2, "half of an all-reduce"
     rounded = whole_parameters(trained(world, "fsdp", accumulation_steps=2, wire="bf16"))
     assert 1e-7 < (rounded - exact).norm() / exact.norm() < 1e-2
+    world.traffic = Traffic()
+    optimizer = trained(world, "fsdp", "ngd").optimizer
+    assert world.traffic.payload == 5 * (8 * (2 * every + blocks) + optimizer.exchanged[0])
+    elements = sum(batch.elements for batch in optimizer.sharded[0].batches)
+    assert world.sum(torch.tensor(optimizer.exchanged)).tolist() == [2 * 8 * elements, 8 * elements]
 
 
 def two_ranks(world, folder):
@@ -140,15 +184,17 @@ def test_two_ranks_train_with_shards_and_their_checkpoint_fits_any_number(tmp_pa
 
 
 def test_images_have_the_losses_of_data_parallelism(tmp_path):
-    flags = "--dataset digits --arch resnet8 --bs 64 --lr 0.01 --epochs 1 --precision fp32"
-    flags = f"{flags} --threads 1 --accumulate 2 --fuse --optimizer sgd"
-    found = []
-    for parallel in ("ddp", "fsdp"):
-        words = f"resnet50_test.py {flags} --parallel {parallel} --out {parallel}"
-        ranks.run(words, tmp_path, 2)
-        ranks.run(f"resnet50_test.py --resume {parallel} --parallel ddp --epochs 2", tmp_path, 2)
-        found.append([row["train_loss"] for row in ranks.metrics(tmp_path / parallel)])
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    flags = "--dataset digits --arch resnet8 --bs 64 --epochs 1 --precision fp32 --threads 1"
+
+    def losses(parallel: str, optimizer: str) -> list[float]:
+        folder = tmp_path / f"{parallel} {optimizer}"
+        words = f"resnet50_test.py {flags} --accumulate 2 --fuse --optimizer {optimizer}"
+        ranks.run(f"{words} --parallel {parallel} --out run", folder, 2)
+        ranks.run("resnet50_test.py --resume run --parallel ddp --epochs 2", folder, 2)
+        return [row["train_loss"] for row in ranks.metrics(folder / "run")]
+
+    for optimizer in ("sgd --lr 0.01", "ngd", "sgd --lr 0.01 --dynamic_batch increase --epochs 3"):
+        assert losses("fsdp", optimizer) == pytest.approx(losses("ddp", optimizer), rel=1e-4)
 
 
 def test_ranks_of_one_node_or_of_one_gpu_have_no_mesh():

@@ -4,6 +4,7 @@ torch raises where a tensor is on the wrong device. Where the host waits for the
 names the functions in which it may.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models
 from models.residual import residual_blocks
+from ngd import NGD
 from trainers import build_optimizer, image_network, make_trainer
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import Checkpoint, to_cpu
@@ -149,6 +151,28 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
         tensors = [each for each in kept if isinstance(each, Tensor)]
         assert tensors
         assert all(tensor.is_cuda for tensor in tensors)
+
+
+@pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
+def test_ngds_step_with_shards_waits_for_nothing():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    with fake_world(2), FakeGpu() as gpu:
+        mesh = DeviceMesh("cuda", torch.arange(2))
+
+        def sharded(shard: Tensor) -> Tensor:
+            return DTensor.from_local(shard, mesh, [Shard(0)])
+
+        shards = [p.detach() for p in gpu.model(network()).parameters()]
+        optimizer = NGD([nn.Parameter(sharded(shard)) for shard in shards])
+        for number in range(3):
+            optimizer.found_inf = torch.empty((), device=CUDA)
+            for p, shard in zip(optimizer.param_groups[0]["params"], shards):
+                p.grad = sharded(torch.empty_like(shard))
+            with gpu.waiting() if not number else contextlib.nullcontext():
+                optimizer.step()
+        assert optimizer.sharded[0].owned
 
 
 class Launches(TorchDispatchMode):
