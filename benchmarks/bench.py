@@ -33,7 +33,8 @@ from cli.flag_parser import path_text
 from errors import InputError
 from training import run_log
 
-Name, Value = TypeVar("Name"), TypeVar("Value")  # of a side, and what a turn measures
+Name = TypeVar("Name")  # of a side
+Value = TypeVar("Value")  # what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
 # Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
@@ -372,10 +373,13 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
     """Write everything measured to the file of --json, if it was given."""
     if path is None:
         return
+    written = [{**asdict(bar), "holds": bar.holds} for bar in bars]
+    for bar in written:  # JSON has no infinity, of a target that is not reached
+        bar["measured"] = bar["measured"] if math.isfinite(bar["measured"]) else None
     everything = {
         **facts,
         "commit": commit_or_none(),
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
+        "bars": written,
     }
     run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")
