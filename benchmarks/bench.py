@@ -373,10 +373,13 @@ def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **fac
     """Write everything measured to the file of --json, if it was given."""
     if path is None:
         return
+    written = [{**asdict(bar), "holds": bar.holds} for bar in bars]
+    for bar in written:  # JSON has no infinity, of a target that is not reached
+        bar["measured"] = bar["measured"] if math.isfinite(bar["measured"]) else None
     everything = {
         **facts,
         "commit": commit_or_none(),
         "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": [{**asdict(bar), "holds": bar.holds} for bar in bars],
+        "bars": written,
     }
     run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

@@ -14,7 +14,7 @@ import torch
 import errors
 import resnet50_test
 from backends import machine
-from benchmarks import bench, time_to_target, train_peer, trainers
+from benchmarks import bench, fine_tune, time_to_target, train_peer, trainers
 from benchmarks.scaling import Network, step_seconds
 from conftest import run
 from figures import run_logs
@@ -105,6 +105,28 @@ def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
     rows[0]["samples"] = 600
     assert time_to_target.time_to(50, [rows], rate=10.0) == "3.00 ep 3.00 min"
     assert time_to_target.time_to(71, [rows], rate=10.0) == "0 of 1 seeds"
+
+
+def fine_tuned(start: float, *accuracies: float | None) -> fine_tune.Run:
+    """A run whose epochs took ten seconds each."""
+    rows = enumerate(accuracies, 1)
+    return fine_tune.Run(
+        [{"epoch": n, "train_seconds": 10.0, "test_accuracy": each} for n, each in rows], start
+    )
+
+
+def test_seconds_of_fine_tuning_are_to_the_mean_accuracy_of_the_peer(tmp_path):
+    peer = [fine_tuned(4.0, None, None, 0.81), fine_tuned(6.0, None, None, 0.79)]
+    ours = [fine_tuned(2.0, 0.5, 0.74, 0.9), fine_tuned(2.0, 0.7, 0.76, 0.9)]
+    target = fine_tune.final(peer)
+    assert target == pytest.approx(80)
+    assert fine_tune.seconds_to(target, peer) == pytest.approx(5 + 30)
+    assert fine_tune.seconds_to(target, ours) == pytest.approx(2 + 20 + 10 / 3)
+    never = fine_tune.seconds_to(91, ours)
+    assert never == math.inf
+    args = bench.parser(None).parse_args(["--json", str(tmp_path / "a.json")])
+    assert bench.finish(args, [bench.Bar("a", never, 0.6, at_most=True)], machine="m") == 1
+    assert json.loads((tmp_path / "a.json").read_text())["bars"][0]["measured"] is None
 
 
 # -------------------------------------------------------------------- predicted steps
