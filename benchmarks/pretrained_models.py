@@ -9,6 +9,7 @@ timm:tf_efficientnet_lite0`), and the data sets of `IMAGES` and `TEXTS`: a few r
 """
 
 import csv
+import os
 import subprocess
 import sys
 import tempfile
@@ -117,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write all of it."""
     parser = FlagParser(__doc__)
     parser.add_argument("folder", type=path_text)
-    parser.add_argument("--data_dir", type=path_text, default="data")
+    usual = os.environ.get("DATA_DIR") or "./data"
+    parser.add_argument("--data_dir", type=path_text, default=usual)
     args = parser.parse_args(arguments)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
