@@ -40,6 +40,7 @@ Zhang and Khudanpur (arXiv:1410.7455), whose own optimizer is [KaldiNGD](optimiz
 The exponent is that of Shampoo on one side (arXiv:1802.09568); with all D directions the step would
 be that of Muon (Jordan, 2024), and following the leading ones by a product with the last is done in
 PowerSGD (arXiv:1905.13727) and Dion (arXiv:2504.05295). docs/natural_gradient.md compares them.
+tests/oracles/ngd_oracle.py is the method for one matrix in plain float64, to read first.
 """
 
 from __future__ import annotations
@@ -499,8 +500,8 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
             H = project(R * scale, X, buffer=batch.buffer)
             grams.append(gram(H, X))
             products.append(second_moment(H, X) * scale)
-        old = cat_padded(directions)
-        G, J = torch.cat(grams), cat_padded(products).double()
+        old = pad_and_cat(directions)
+        G, J = torch.cat(grams), pad_and_cat(products).double()
         ridge = RIDGE * traces(G)
         stacked = next_directions(G, J, R=old.double(), ridge=ridge).to(old.dtype)
         if is_sampled:  # all sampled columns may be 0
@@ -517,7 +518,7 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
         for batch, scale in zip(batches, scales)
     ]
     S = torch.cat([gram(H, batch.matrices) for H, batch in zip(projected, batches)])
-    K = flattening(S, dim=torch.cat([batch.dims for batch in batches])) * norm
+    K = whitening_correction(S, dim=torch.cat([batch.dims for batch in batches])) * norm
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0).to(stacked.dtype)
     for batch, H, part in zip(batches, projected, K.split(counts)):
         subtract_projection(batch.matrices, H, W=part @ batch.R)
@@ -530,11 +531,11 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
     """
     counts = [len(batch.X) for batch in batches]
     square = torch.cat([row_norms(batch.X) for batch in batches]).square()[:, None, None]
-    R = old = cat_padded([batch.R for batch in batches]).double()
+    R = old = pad_and_cat([batch.R for batch in batches]).double()
     for is_sampled in (True, False):
         for dtype in (batches[0].dtype, torch.float64):
             moments = [batch.moment(dtype, is_sampled=is_sampled) for batch in batches]
-            F = cat_padded(moments, square=True).double() / square
+            F = pad_and_cat(moments, square=True).double() / square
             J = R @ F
             G = J @ R.mT
             seen, total = traces(G), traces(F)
@@ -544,7 +545,7 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
         next_R = next_directions(G, J, R=R, ridge=ridge)
         is_valid = next_R.isfinite().flatten(1).all(1)  # all sampled columns may be 0
         R = torch.where(is_valid[:, None, None], next_R, R)
-    K = flattening(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
+    K = whitening_correction(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0)
     W = torch.eye(R.shape[2], dtype=R.dtype, device=R.device) - R.mT @ K @ R
     W, R = W.to(batches[0].dtype), torch.where(active > 0, R, old)
@@ -553,7 +554,7 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
         batch.multiply(W_of[:, : batch.dim, : batch.dim])
 
 
-def cat_padded(tensors: Sequence[Tensor], *, square: bool = False) -> Tensor:
+def pad_and_cat(tensors: Sequence[Tensor], *, square: bool = False) -> Tensor:
     """Joins tensors (batch, rank, D), or (batch, D, D), the shorter ones filled up with zeros."""
     missing = [max(tensor.shape[2] for tensor in tensors) - tensor.shape[2] for tensor in tensors]
     padding = [(0, count, 0, count if square else 0) for count in missing]
@@ -602,7 +603,7 @@ def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: Tensor) -> Tensor
     return torch.linalg.solve_triangular(L, Y, upper=False)
 
 
-def flattening(S: Tensor, *, dim: Tensor) -> Tensor:
+def whitening_correction(S: Tensor, *, dim: Tensor) -> Tensor:
     """Computes K = I - (S / rho)^(-1/2), float64.
 
     Args:
