@@ -25,7 +25,7 @@ echo
 echo "== ResNet-20 on 1,437 embedded 8x8 digits: SGD"
 "$python" resnet50_test.py "${digits[@]}" --optimizer sgd --out "$out/sgd"
 echo
-echo "== The same with the natural gradient: --ngd"
+echo "== The same with NGD, whitened momentum: --ngd"
 "$python" resnet50_test.py "${digits[@]}" --ngd --out "$out/ngd"
 echo
 echo "== Meta-mixup learns from held-out rows how samples are mixed: --ngd --meta_learning"
