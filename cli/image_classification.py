@@ -106,7 +106,8 @@ def load_data(args: Namespace, run: Run, saved: SavedModel | None = None) -> Dat
         )
     if augmentation.by_row:
         import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
-    decoder = FileDecoder(args.workers if train.files is not None or augmentation.by_row else 0)
+    workers = args.workers if train.files is not None or augmentation.by_row else 0
+    decoder = FileDecoder(workers, seconds=run.world.limits.start)
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
             keep = is_resident(args, run, split) and not (name == "train" and augmentation.resized)
