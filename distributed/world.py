@@ -51,7 +51,7 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
-JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of mpirun and srun
+JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 MOST_RANKS, MOST_PORTS = 10**6, 2**16 - 1
 MOST_NAMED = 8  # ranks in a message
 POLL_SECONDS = 0.05

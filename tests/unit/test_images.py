@@ -272,8 +272,10 @@ def test_a_worker_that_hangs_is_named_and_ends_with_the_process(folder: Path, ca
     waits, ends = capfd.readouterr().err.splitlines()
     assert waits == f"waiting up to 1.5 s (--timeout): images of process {worker} (is stopped)"
     assert ends.startswith("error: no answer for 1.5 s")
-    while Path("/proc", worker, "exe").exists():  # later it is at most a zombie
+    end = time.monotonic() + 10
+    while (is_there := Path("/proc", worker, "exe").exists()) and time.monotonic() < end:
         time.sleep(0.01)
+    assert not is_there  # it is at most a zombie
 
 
 def read_image(path: Path, size: int, *, channels: int = 3) -> torch.Tensor:
