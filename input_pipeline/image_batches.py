@@ -364,7 +364,8 @@ def obey_parent_alone(worker: int) -> None:
     ends otherwise, multiprocessing sends them a SIGTERM from there, and waits. One that hangs ends
     with the training process.
     """
-    end_with_parent(signal.SIGKILL)
+    parent = multiprocessing.parent_process()  # also where it has ended by now
+    end_with_parent(signal.SIGKILL, str(parent.pid) if parent else "")
 
     def end_with_it() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
