@@ -120,6 +120,18 @@ def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator
             signal.signal(number, handler_before)
 
 
+def interruptible() -> None:
+    """Let a stop signal end this process with one line and 130, until something else handles it."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            report(f"interrupted by {signal.Signals(number).name}")
+        os._exit(INTERRUPTED)
+
+    for each in stop_signals():
+        signal.signal(each, end)
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main`; its exceptions become one line on stderr and the documented exit code.
 

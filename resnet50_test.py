@@ -13,6 +13,11 @@ python resnet50_test.py --checkpoint best --evaluate             # best.pt of th
 import sys
 from collections.abc import Sequence
 
+from errors import exit_code, interruptible
+
+if __name__ == "__main__":
+    interruptible()  # also while torch is imported
+
 import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, image_classification, options
@@ -20,7 +25,6 @@ from cli.flag_parser import ScriptParser
 from cli.image_classification import ImageSettings
 from cli.settings import script_parser
 from distributed.world import TimeLimits, init_world
-from errors import exit_code
 from mixup import MetaMixup
 
 SCRIPT = "resnet50_test"

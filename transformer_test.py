@@ -14,6 +14,11 @@ python transformer_test.py --checkpoint best --evaluate          # best.pt of th
 import sys
 from collections.abc import Sequence
 
+from errors import exit_code, interruptible
+
+if __name__ == "__main__":
+    interruptible()  # also while torch is imported
+
 import dynamic_batch
 import mixup
 from cli import factory, fine_tuning, options, text_classification
@@ -21,7 +26,6 @@ from cli.flag_parser import ScriptParser
 from cli.settings import script_parser
 from cli.text_classification import TextSettings
 from distributed.world import TimeLimits, init_world
-from errors import exit_code
 from mixup import MetaMixup
 
 SCRIPT = "transformer_test"

@@ -131,7 +131,8 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
         )
     if augmentation.by_row:
         import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
-    decoder = FileDecoder(settings.workers if train.files is not None or augmentation.by_row else 0)
+    workers = settings.workers if train.files is not None or augmentation.by_row else 0
+    decoder = FileDecoder(workers, seconds=run.world.limits.start)
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
             keep = is_resident(settings, run, split) and not (

@@ -60,6 +60,7 @@ class AllReduceHook:
         """What DistributedDataParallel calls: (None, GradBucket) -> Future of its buffer."""
         for observe in self.observers:
             observe(bucket)
+        self.world.stage += 1
         return self.send(bucket)
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:

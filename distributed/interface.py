@@ -29,6 +29,8 @@ def own_address(host: str) -> str:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(target)
             routes.append(probe.getsockname()[0])
+    if not routes:
+        raise OSError("no route")
     return routes[0]
 
 
@@ -73,6 +75,16 @@ def check_interfaces(*, is_gpu: bool) -> None:
     is_here = [name in wanted if nccl[:1] == "=" else name.startswith(wanted) for name in here]
     if is_gpu and nccl[:1] != "^" and not any(is_here):
         raise InputError(f"NCCL_SOCKET_IFNAME={nccl}: not one of {', '.join(here)}")
+
+
+def check_loopback() -> None:
+    """Check that this machine reaches itself, which the processes of a node need.
+
+    Raises:
+        InputError: it does not.
+    """
+    with refused_as("127.0.0.1, which needs the interface lo (ip link set lo up)", (OSError,)):
+        own_address("127.0.0.1")
 
 
 def check_port(port: int) -> None:

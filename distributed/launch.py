@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from argparse import Namespace
 from types import FrameType
@@ -47,7 +48,7 @@ def launch(arguments: list[str]) -> int:
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(logging.NullHandler())  # else warnings are printed
     log.propagate = not is_quiet
-    from distributed.interface import check_port
+    from distributed.interface import check_loopback, check_port
 
     args, seconds = run.parse_args(arguments), START_SECONDS
     with contextlib.suppress(KeyError, ValueError):  # a wrong number is refused by the script
@@ -56,6 +57,7 @@ def launch(arguments: list[str]) -> int:
         seconds = given if 0 < given < MOST_SECONDS else START_SECONDS
     if args.standalone:  # whatever the name of this machine is, and PET_NNODES
         args.nnodes, args.local_addr = "1", args.local_addr or "127.0.0.1"
+        check_loopback()
     elif args.rdzv_backend == "static" and args.node_rank == 0 and args.master_port:
         check_port(args.master_port)
     # torch's own limits come after that of `named_wait`.
@@ -89,6 +91,8 @@ def terminate(number: int, _: FrameType | None) -> None:
 
 def missing_nodes(args: Namespace) -> str:
     """What the launcher waits for before its workers start."""
+    if args.standalone:
+        return f"this machine's start; to look up its own name, {socket.gethostname()}, takes long"
     end = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     host, _, port = end.rpartition(":")
     why = why_unreachable(host.strip("[]"), int(port)) if port.strip("0").isdecimal() else ""

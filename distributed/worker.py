@@ -30,18 +30,19 @@ def end_with_launcher() -> None:
     number, _, namespace = os.environ.get(LAUNCHER, "").partition(" ")
     has_ended = bool(number) and not Path(f"/proc/{number}").exists()
     if number == str(os.getppid()) or (has_ended and process_name().endswith(namespace)):
-        _end_with_parent(number, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL, number)
     elif not number and "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_parent("", signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
 
 
 def end_with_sweep() -> None:
     """Let the kernel send SIGTERM to the process of a trial when its sweep ends."""
     if sweep := os.environ.pop(SWEEP, None):  # children of this process must not inherit it
-        _end_with_parent(sweep, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM, sweep)
 
 
-def _end_with_parent(parent: str | None, number: signal.Signals) -> None:
+def end_with_parent(number: signal.Signals, parent: str = "") -> None:
+    """Let the kernel send a signal to this process when its parent, if it is this one, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent and int(parent) != os.getppid():  # it ended before the call
         os.kill(os.getpid(), number)

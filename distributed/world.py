@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from backends.torch_compat import (
 )
 from distributed.averaging import Traffic
 from distributed.interface import check_interfaces, check_port, own_address, use_interface_of
-from distributed.waiting import named_wait, why_unreachable
+from distributed.waiting import named_stalls, named_wait, why_unreachable
 from distributed.worker import end_with_launcher, end_with_sweep
 from errors import LINE_LIMIT, InputError, LostPeer, SharedInputError
 
@@ -49,7 +51,7 @@ if dist.is_available():
     import torch.distributed.nn.functional  # noqa: F401
 
 READ_SECONDS = 7200.0  # for what one process does for all of a node or of the job: to download
-JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of mpirun and srun
+JOB_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 MOST_RANKS, MOST_PORTS = 10**6, 2**16 - 1
 MOST_NAMED = 8  # ranks in a message
 POLL_SECONDS = 0.05
@@ -96,6 +98,8 @@ class World:
         shares_gpu: whether all processes of a node share one GPU.
         limits: how long processes wait for each other; `time_limit` says which holds now, in
             seconds.
+        stage: how often this rank has come to where all ranks do; who is behind is waited for.
+        told: the last stage that this rank has told the others.
     """
 
     rank: int = 0
@@ -108,6 +112,8 @@ class World:
     shares_gpu: bool = False
     limits: TimeLimits = TimeLimits()
     time_limit: float = TimeLimits.start
+    stage: int = 0
+    told: int = -1
 
     @property
     def is_main(self) -> bool:
@@ -135,6 +141,7 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """Replace `values` by their sum over the ranks, on every rank; one all-reduce."""
+        self.stage += 1
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -145,6 +152,7 @@ class World:
         """Every rank's value, any picklable object, in rank order, on every rank."""
         if self.size == 1:
             return [value]
+        self.stage += 1
         box: list[Any] = [None] * self.size
         dist.all_gather_object(box, value, group=self.control)
         return box
@@ -153,6 +161,7 @@ class World:
         """Rank 0's value, any picklable object, on every rank."""
         if self.size == 1:
             return value
+        self.stage += 1
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
@@ -161,6 +170,7 @@ class World:
         """Every rank's value, any picklable object, on rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
+        self.stage += 1
         box: list[Any] = [None] * self.size
         dist.gather_object(value, box if self.is_main else None, dst=0, group=self.control)
         return box if self.is_main else []
@@ -177,6 +187,7 @@ class World:
         self.set_time_limit(seconds)
         try:
             yield
+            self.stage += 1
             dist.barrier(group=self.control)  # no rank has the old limit while others are inside
         finally:
             self.set_time_limit(before)
@@ -187,6 +198,7 @@ class World:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.stage += 1
         dist.barrier(group=self.control)
         self.set_time_limit(self.limits.step)
 
@@ -215,6 +227,7 @@ class StopVote:
         if self.world.size == 1:
             return wish
         agreed = self.finish()
+        self.world.stage += 1
         box = torch.tensor(int(wish))
         work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         self.pending = work, box
@@ -272,7 +285,7 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
                 file=sys.stderr,
             )
     world = World(rank, size, limits=limits, time_limit=limits.start)
-    backend, has_failed = "gloo", True
+    backend, has_failed, ending = "gloo", True, contextlib.ExitStack()
     try:
         has_gpu = device_name != "cpu" and torch.cuda.is_available()
         store = _meet_at_first(world, "cuda" if has_gpu else "cpu") if size > 1 else None
@@ -288,6 +301,9 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
         if store is not None:
             backend = "nccl" if world.device.type == "cuda" and not world.shares_gpu else "gloo"
             _init_process_group(world, backend, store)
+            ending.enter_context(
+                named_stalls(partial(_missing_ranks, store, world), math.inf, lambda: world.stage)
+            )
         yield world
         has_failed = False
         if gloo_needs_final_barrier() and world.control is not None:
@@ -301,6 +317,7 @@ def init_world(device_name: str = "auto", limits: TimeLimits = TimeLimits()) -> 
             ) from None
         raise
     finally:
+        ending.close()
         if backend == "nccl" and has_failed and dist.is_initialized():
             # Without a word to the others, who may never answer; when the error is printed.
             atexit.register(abort_process_groups)
@@ -439,6 +456,29 @@ def _use_route(met: dist.Store, world: World) -> None:
         other = next(node for node in world.nodes if node is not world.node)
         mine = own_address(met.get(f"address/{other[0]}").decode())
     use_interface_of(mine)
+
+
+def _missing_ranks(store: dist.Store, world: World) -> str:
+    """The ranks that are behind this one or do not answer, in words.
+
+    Each rank that stands still calls this twice or more, and so tells the others its stage. The
+    answer is '' where nobody is behind, or a lower rank, which is as far, reports it.
+    """
+    here, missing, lost = world.stage, [], "the process where the ranks meet does not answer"
+    with contextlib.suppress(RuntimeError):  # the job ends
+        with named_wait(lambda: lost, world.time_limit):
+            store.check(["stage"])
+        if world.told < here:
+            store.set(f"stage/{world.rank}", str(here))
+            world.told = here
+            return ""  # until they have told theirs
+        for rank, key in ((rank, f"stage/{rank}") for rank in range(world.size)):
+            if not store.check([key]) or int(store.get(key)) < here:
+                missing.append(rank)
+            elif rank < world.rank:
+                return ""
+    some = f"for ranks {missing[:MOST_NAMED]} of {world.size}" if missing else ""
+    return some and f"rank {world.rank} waits up to {world.time_limit:g} s {some}"
 
 
 def _living_arrivals(store: dist.Store, world: World, missing: set[int]) -> list[str]:

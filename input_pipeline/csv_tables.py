@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +54,7 @@ class ColumnChoice:
 
 
 NO_CHOICE = ColumnChoice()
+QUOTES = f"{string.whitespace}\"'"  # around a name, which files without quoting have
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,12 @@ class CsvTable:
         """
         rows, number = islice(self.read(), bool(self.header), None), 0
         names = sorted(map(normalise, self.header))
-        known = names or LABEL_NAMES | TEXT_NAMES
+        known = LABEL_NAMES.union(TEXT_NAMES, names)
         for number, row in rows:
             label = row[self.label]
             cells = sorted(map(normalise, row)) if normalise(label) in known else []
-            is_again = cells == names if names else has_both_names(cells)
-            if (is_again and len(cells) > 1) or (not to_classify and NO_LABEL.fullmatch(label)):
+            is_again = cells == names or ((to_classify or not names) and has_both_names(cells))
+            if (is_again and cells) or (not to_classify and NO_LABEL.fullmatch(label)):
                 raise InputError(
                     f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
                     "be the first row and the only one, so delete this row or those above it"
@@ -121,12 +123,12 @@ class CsvTable:
 
 
 def normalise(name: str) -> str:
-    """Return a column's name in lower case, with one underscore for spaces and hyphens.
+    """Return a column's name in lower case, unquoted, with one underscore for spaces and hyphens.
 
     >>> normalise(" Class Index")
     'class_index'
     """
-    return re.sub(r"[\s_-]+", "_", normal_form(name.strip().casefold()))
+    return re.sub(r"[\s_-]+", "_", normal_form(name.strip(QUOTES).casefold()))
 
 
 def is_number(name: str) -> bool:
@@ -322,7 +324,7 @@ def has_both_names(cells: Sequence[str]) -> bool:
 def are_numbers(cells: Sequence[str]) -> bool:
     """Tell whether normalised cells are 0, 1 and so on, as pandas writes, perhaps with an index."""
     numbers = [cell for cell in cells if cell and not cell.startswith("unnamed:")]
-    return len(cells) > 1 and sorted(numbers) == sorted(map(str, range(len(numbers))))
+    return bool(numbers) and sorted(numbers) == sorted(map(str, range(len(numbers))))
 
 
 def is_header(rows: Rows, choice: ColumnChoice) -> bool:
@@ -343,8 +345,9 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     if are_numbers(cells):
         names |= {i: n for i, n in enumerate(cells) if is_number(n) and not is_number(second[i])}
     for row in chain([second], (row for _, row in rows)):
-        if row != first:
-            names = {i: name for i, name in names.items() if normalise(row[i]) != name}
+        left = {i: name for i, name in names.items() if normalise(row[i]) != name}
+        if len(left) < len(names) and list(map(normalise, row)) != cells:
+            names = left
         if not names:
             break
     return bool(names)
@@ -398,7 +401,8 @@ def find_columns(
         raise refusal(f"{which} the label", "--label_column")
     if not texts and (header or has_label or num_columns == 1):
         others = [i for i in range(num_columns) if i not in labels]
-        texts = [i for i in others if names[i] in TEXT_NAMES] if header else others
+        are_named = header and num_columns > 1
+        texts = [i for i in others if not are_named or names[i] in TEXT_NAMES]
     if not texts:
         raise refusal("no column is known to be the text", "--text_column")
     if set(labels).intersection(texts):

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -31,6 +32,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.agreement import node_memory, raise_together
+from distributed.waiting import named_stalls
+from distributed.worker import end_with_parent
 from distributed.world import World
 from errors import STOP_SIGNALS, InputError
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
@@ -44,6 +47,7 @@ CACHE_BYTES = 1 << 20  # of resident pixels that are cropped at a time on a CPU
 SERIAL_VALUES = 32_767  # of which torch's threads, which wait actively, do not divide the work
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_MEMORY = 1 << 20  # bytes
+STATES = {"D": " (waits for a disk)", "T": " (is stopped)"}  # as in proc(5)
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
 
@@ -223,14 +227,16 @@ class FileDecoder:
     Args:
         workers: number of processes; 0 decodes in this process, None is one for each thread of
             torch.
+        seconds: after which the process ends where none of them computes, nor has an image.
     """
 
-    def __init__(self, workers: int | None) -> None:
+    def __init__(self, workers: int | None, *, seconds: float = math.inf) -> None:
         self.workers = torch.get_num_threads() if workers is None else workers
+        self.seconds = seconds
         self.idle = [self._start()]
 
-    def _start(self) -> tuple[Tasks, DataLoader]:
-        """Make a loader with workers of its own, and what hands them their tasks.
+    def _start(self) -> tuple[Tasks, DataLoader, list[int]]:
+        """Make a loader with workers of its own, what hands them their tasks, and their numbers.
 
         Raises:
             InputError: the workers cannot be started.
@@ -256,6 +262,7 @@ class FileDecoder:
         )
         # Blocked before the fork, so that threads which a library starts at it inherit the mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        others = multiprocessing.active_children()
         try:
             iter(loader)
         except OSError as error:  # of processes, or of what they share
@@ -265,7 +272,8 @@ class FileDecoder:
             ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return tasks, loader
+        own = set(multiprocessing.active_children()).difference(others)
+        return tasks, loader, sorted(process.pid or 0 for process in own)
 
     def run(self, tasks: Iterator[Callable[[], Tensor]]) -> Generator[Tensor]:
         """Let the workers call functions, and yield what each returns, in the same order.
@@ -274,15 +282,25 @@ class FileDecoder:
             InputError: a file cannot be read.
         """
         # Two data sets may be read in turns, and then each has workers.
-        queue, loader = self.idle.pop() if self.idle else self._start()
+        queue, loader, readers = self.idle.pop() if self.idle else self._start()
         queue.coming = tasks
+        received, is_waiting = 0, True
+        readers = readers or [threading.get_native_id()]
+
+        def stage() -> tuple[int, ...] | None:
+            spent = (ticks for each in readers for ticks in read_status(each)[1:])
+            return (received, *map(int, spent)) if is_waiting else None
+
         try:
-            for result in loader:
-                if isinstance(result, InputError):
-                    raise result
-                yield result
+            with named_stalls(lambda: describe_readers(readers), self.seconds, stage):
+                for result in loader:
+                    received, is_waiting = received + 1, False
+                    if isinstance(result, InputError):
+                        raise result
+                    yield result
+                    is_waiting = True
         finally:
-            self.idle.append((queue, loader))  # the next call drops what was decoded ahead
+            self.idle.append((queue, loader, readers))  # the next call drops what is decoded
 
     def batches(
         self,
@@ -324,19 +342,37 @@ class Tasks(Dataset):
             return error
 
 
+def read_status(task: int) -> tuple[str, ...]:
+    """The state of a process or thread, a letter of proc(5), and the clock ticks that it ran."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{task}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return words[0], *words[11:13]
+    return ("",)
+
+
+def describe_readers(readers: Sequence[int]) -> str:
+    """Say what reads images, and what of it is stopped or waits for a disk."""
+    states = {each: STATES.get(read_status(each)[0], "") for each in readers}
+    named = {each: state for each, state in states.items() if state} or states
+    return f"images of process {', '.join(f'{each}{state}' for each, state in named.items())}"
+
+
 def obey_parent_alone(worker: int) -> None:
     """Let a worker, whose stop signals are blocked, go on after those that reach a whole job.
 
     The training process finishes its step, writes a checkpoint and then ends its workers; where it
-    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits.
+    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits. One that hangs ends
+    with the training process.
     """
+    parent = multiprocessing.parent_process()  # also where it has ended by now
+    end_with_parent(signal.SIGKILL, str(parent.pid) if parent else "")
 
-    def end_with_parent() -> None:
+    def end_with_it() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass
         os._exit(0)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_it, daemon=True).start()
 
 
 def decode_on_node(

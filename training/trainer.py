@@ -54,6 +54,7 @@ from training.train_state import TrainState
 from training.weight_average import WeightAverage
 
 DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
+LARGE_RISE = 2  # of the learning rate in a step, as where a run is made longer
 LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
@@ -213,6 +214,10 @@ class Trainer:
             module = self.parallel.module
             self.probe.lay_out_buckets(module, self.train_set, largest=largest, steps=steps)
             self.restore(checkpoint)
+            lr, before = self.scheduled_lr(), self.last_lr()
+            if lr > LARGE_RISE * before and not self.is_over():
+                of = f"{self.lr_schedule.name} over {self.config.epochs} epochs"
+                self.log.info(f"the learning rate goes from {before:.3g} to {lr:.3g}, as of {of}")
             self.checkpointer.settle_files(checkpoint.file)
             checkpoint.state.clear()  # else its file would stay on the disk after it is replaced
         self.log.begin(self.progress.rows, epochs=self.config.epochs)
@@ -264,6 +269,7 @@ class Trainer:
         self.clock.start()
         with bar, contextlib.closing(data):
             for (inputs, labels), planned in zip(data, plan):
+                self.world.stage += 1  # this rank waits for no images
                 self.set_lr(self.scheduled_lr())
                 with without_compilation(one_shape and planned.samples != self.batches.size):
                     self.train_step(
@@ -347,6 +353,7 @@ class Trainer:
                 is_again = True
         if self.compute_timer is not None:
             self.compute_timer.stop()
+        self.world.stage += 1
         self.optimizer_step(step_sums)
 
     def _whole_step(self, inputs: Tensor, labels: Tensor, weight: float) -> None:

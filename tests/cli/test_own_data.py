@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from PIL import Image
 
@@ -18,11 +19,12 @@ import resnet50_test
 import transformer_test
 from cli import data as cli_data
 from conftest import SHORT, for_each, run, write_images
+from errors import InputError
 from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import image_suffixes, read_image_splits
 from input_pipeline.own_data import expand_files
-from input_pipeline.text_datasets import TextSplit, read_text_splits
+from input_pipeline.text_datasets import TextSplit, read_text_files, read_text_splits
 
 TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 --bs 8 --lr 0.01"
 IMAGES = f"--dataset folder --arch resnet8 {SHORT} --bs 4 --image_size 8 --workers 1"
@@ -199,6 +201,20 @@ WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that o
     ({"test__csv": "ham,a\neggs,b\n"}, "", "test.csv, row 2: label 'eggs' is out of range"),
     ({"train__tsv": "ham\ta\n"}, "", "train.csv and train.tsv are both there"),
 ]
+
+
+def test_a_header_is_one_wherever_it_stands_in_texts_to_classify(tmp_path):
+    headers = ["text", '\ufeff"Text"', "'TEXT'", "0", "text,label", "text|topic", '"text"\t"y"', ""]
+    for number, header in enumerate(headers):
+        mark = next((each for each in ",|\t" if each in header), "")
+        path = tmp_path / f"{number}.{'tsv' if mark == chr(9) else 'csv'}"
+        rows = f"{header}\n" + "".join(f"{word}{mark and mark + 'a'}\n" for word in ("Good", "Bad"))
+        path.write_text(rows)
+        assert list(read_text_files(path)[0][path].values()) == ["Good", "Bad"]
+        for again in filter(None, [header.upper(), f"review{mark}topic" * bool(mark)]):
+            path.write_text(f"{rows}{again}\n")
+            with pytest.raises(InputError, match=NO_DATA):
+                read_text_files(path)
 
 
 def test_wrong_files_are_refused(refused, tmp_path):

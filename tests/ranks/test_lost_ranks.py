@@ -3,6 +3,7 @@
 import atexit
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +23,7 @@ from distributed.world import lost_peer_reason
 from training import checkpoint
 
 JOB = """
-import os, signal, sys
+import os, signal, sys, time
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ from distributed import waiting
 from distributed.agreement import local_main_first
 from distributed.world import TimeLimits, init_world
 
-errors.LOST_PEER_SECONDS, waiting.FIRST_SECONDS = 0.0, 1.0
+errors.LOST_PEER_SECONDS, waiting.FIRST_SECONDS, waiting.AGAIN_SECONDS = 0.0, 1.0, 0.5
 
 def main():
-    with init_world("cpu", TimeLimits(start=3, step=1)) as world:
+    with init_world("cpu", TimeLimits(start=3, step=4)) as world:
         group = dist.new_group()  # as an optimizer makes it
         with local_main_first(world):
             pass
@@ -42,9 +43,11 @@ def main():
         world.first_step_done()
         if world.rank == 1:
             end(sys.argv[1])
-        dist.all_reduce(torch.ones(3), group=group)
+        world.sum(torch.ones(3))
 
 def end(how):
+    if how == "sleep":
+        time.sleep(60)
     if how == "error":
         raise errors.InputError("a broken image")
     os.kill(os.getpid(), getattr(signal, how))
@@ -53,8 +56,16 @@ sys.exit(errors.exit_code(main))
 """
 
 
-@each_of(("how", "reason"), [("SIGSTOP", "no answer for 1 s"), ("SIGKILL", ""), ("error", "")])
-def test_a_rank_that_lost_another_one_ends_with_one_line(how, reason, tmp_path):
+@each_of(
+    ("how", "reason"),
+    [
+        ("SIGSTOP", "no answer for 4 s"),
+        ("sleep", "no answer for 4 s"),
+        ("SIGKILL", ""),
+        ("error", ""),
+    ],
+)
+def test_a_rank_names_the_one_it_waits_for_and_ends_where_it_is_lost(how, reason, tmp_path):
     folder = tmp_path / how
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
@@ -65,9 +76,10 @@ def test_a_rank_that_lost_another_one_ends_with_one_line(how, reason, tmp_path):
     lines = (folder / "console.log").read_text().splitlines()
     own = [line for line in lines if "broken image" not in line]
     assert first.exitcode == 1
-    assert len(own) == 1, lines
-    assert own[0].startswith(f"error: rank 0 has lost another process ({reason}")
-    assert "--resume" in own[0]
+    waits = ["rank 0 waits up to 4 s for ranks [1] of 2"] if reason else []
+    assert own[:-1] == waits
+    assert own[-1].startswith(f"error: rank 0 has lost another process ({reason}")
+    assert "--resume" in own[-1]
 
 
 def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path):
@@ -182,6 +194,18 @@ def test_a_broken_file_of_the_test_set_costs_no_epoch(tmp_path):
 def test_too_little_memory_is_one_line(error, line, capsys):
     assert errors.exit_code(mock.Mock(side_effect=error)) == 2
     assert line in capsys.readouterr().err
+
+
+def interrupt_imports() -> None:
+    del sys.modules["dynamic_batch"]
+    finder = mock.Mock(find_spec=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    sys.meta_path.insert(0, finder)
+
+
+def test_a_signal_while_torch_is_imported_is_one_line(tmp_path):
+    job = ranks.start(ranks.script("resnet50_test.py"), tmp_path, first=interrupt_imports)
+    console = ranks.finish(job, tmp_path, expected=130)
+    assert console == "error: interrupted by SIGINT\n"
 
 
 def test_a_signal_to_one_rank_writes_a_checkpoint_and_all_leave_with_130(tmp_path):

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torchvision.transforms import functional, v2
 import resnet50_test
 from cli import image_classification
 from conftest import each_of, parsed, write_images
+from distributed import waiting
 from errors import InputError
 from input_pipeline.augmentation import POLICIES, Augmentation, draw_crops
 from input_pipeline.image_batches import (
@@ -245,6 +248,34 @@ def test_a_process_ends_although_its_workers_ignore_signals(folder: Path) -> Non
     process.start()
     process.join(30)
     assert process.exitcode == 0
+
+
+def read_with_a_stopped_worker(folder: Path) -> None:
+    """Write the worker's number, and wait for what it reads."""
+    waiting.FIRST_SECONDS = 0.5
+    images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
+    batches = FileDecoder(1, seconds=1.5).batches(images, torch.arange(40).split(2))
+    next(batches)
+    [worker] = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    (folder / "worker").write_text(str(worker.pid))
+    list(batches)
+
+
+def test_a_worker_that_hangs_is_named_and_ends_with_the_process(folder: Path, capfd) -> None:
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=read_with_a_stopped_worker, args=(folder,))
+    process.start()
+    process.join(30)
+    worker = (folder / "worker").read_text()
+    assert process.exitcode == 1
+    waits, ends = capfd.readouterr().err.splitlines()
+    assert waits == f"waiting up to 1.5 s (--timeout): images of process {worker} (is stopped)"
+    assert ends.startswith("error: no answer for 1.5 s")
+    end = time.monotonic() + 10
+    while (is_there := Path("/proc", worker, "exe").exists()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_there  # it is at most a zombie
 
 
 def read_image(path: Path, size: int, *, channels: int = 3) -> torch.Tensor:

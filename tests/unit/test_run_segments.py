@@ -43,6 +43,8 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     console = run(resnet50_test, "--resume a --out b --epochs 4")
     last = "--epoch 4 (was 2), --warmup 0.4 (was 0.2), commit bbb (was aaa)"
     assert line_of(console) == last
+    assert "the learning rate goes from " in console
+    assert "as of cosine over 4 epochs" in console
     segments = config_of("b")["segments"]
     assert [segment["changed"] for segment in segments] == [
         {},
