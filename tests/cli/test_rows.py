@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import resnet50_test
 import transformer_test
 from cli.data import choose_rows
 from conftest import parsed
@@ -32,3 +33,22 @@ def test_rows_that_the_run_has_trained_on_are_warned_of_where_others_are_held_ou
         assert any("has trained on" in line for line in chosen.lines) == is_warned, redrawn
         held_out = len(chosen.splits["val"].labels) if share else 0
         assert (held_out, len(chosen.splits["train"].labels)) == (40 * share, 40 * (1 - share))
+
+
+def test_a_mixing_policy_learns_from_a_few_rows_of_each_class():
+    settings = parsed(
+        transformer_test, "--dataset headlines --mixup meta --mixup_args held_out=0.1"
+    )
+    chosen = choose_rows(settings, {"train": Split([0, 1] * 20), "test": Split([0])}, ["a", "b"])
+    assert sorted(chosen.splits["held_out"].labels) == [0, 0, 1, 1]
+
+
+def test_an_image_is_the_same_in_every_epoch_only_where_nothing_changes_it():
+    same = "--dataset folder --augment none"
+    for more, expected in (
+        ("", True),
+        ("--random_erasing 0.1", False),
+        ("--augment trivial", False),
+    ):
+        assert parsed(resnet50_test, same, more).repeats_samples == expected
+    assert not parsed(resnet50_test, same, "--augment_args small_epochs=1").repeats_samples
