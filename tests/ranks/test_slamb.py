@@ -121,10 +121,12 @@ def test_bad_settings_are_refused():
 
 @each_of(("name", "bits"), [("fp32", 0), ("int4", 4)])
 def test_the_format_of_the_flags_reaches_the_optimizer(name, bits):
-    args = parsed(resnet50_test, "--optimizer slamb --wire_dtype", name)
+    flags = "--optimizer slamb --compress_warmup 0.7 0.3 --wire_dtype"
+    args = parsed(resnet50_test, flags, name)
     run = Run("x", World(), FP32)
     ours = factory.create_optimizer(args, run, nn.Linear(3, 4))
     assert (ours.wire_bits, ours.wire_dtype == torch.float32) == (bits, not bits)
+    assert ours.warmup == [0.7, 0.3]
 
 
 def test_the_ratio_is_warmed_up_by_epochs():
