@@ -367,7 +367,7 @@ RULES = {
     "loss": ByLoss,
     "noise": ByNoise,
 }
-"""How the batch size of the next epoch is chosen, by the name of --dynamic_batch."""
+"""How the batch size of the next epoch is chosen, by the name of the rule."""
 
 
 # -------------------------------------------------------------------- the noise scale

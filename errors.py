@@ -90,13 +90,23 @@ def writing(what: str, kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refused_as(flag: str, kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Turn a part's refusal of its settings into the line of the flag that gave them."""
+def refused_as(
+    flag: str, kinds: tuple[type[Exception], ...] = (ValueError, InputError)
+) -> Iterator[None]:
+    """Turn a part's refusal of its settings into the line of the flag that gave them.
+
+    Args:
+        flag: with its value, which is said once where the refusal begins with it.
+        kinds: what a refusal is. An InputError keeps its class, and a flag that it has already.
+    """
     try:
         yield
     except kinds as error:
-        text = error if isinstance(error, ValueError) else first_line(error)
-        raise InputError(f"{flag}: {text}") from None
+        text = str(error) if isinstance(error, ValueError | InputError) else first_line(error)
+        name, _, value = flag.partition(" ")
+        if not text.startswith("--"):
+            text = f"{name} {text}" if value and text.startswith(value) else f"{flag}: {text}"
+        raise (type(error) if isinstance(error, InputError) else InputError)(text) from None
 
 
 def stop_signals() -> list[signal.Signals]:

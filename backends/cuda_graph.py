@@ -1,4 +1,4 @@
-"""`--backend cudagraph`: records a training step as a CUDA graph and replays it.
+"""Backend 'cudagraph': records a training step as a CUDA graph and replays it.
 
     run_step = CudaGraphRunner(step)
     run_step(inputs, labels, weight=1.0)        # records each batch shape once, then replays it

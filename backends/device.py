@@ -30,19 +30,17 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise InputError(f"--device {name}: use auto, cpu, cuda or cuda:N")
+        raise InputError(f"device {name}: use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
-        raise InputError(
-            f"--device {name}: torch {torch.__version__} sees no GPU here; use --device cpu"
-        )
+        raise InputError(f"device {name}: torch {torch.__version__} sees no GPU here; use cpu")
     index = local_rank if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise InputError(
             f"process {local_rank} of this node has no GPU ({torch.cuda.device_count()} there); "
-            "start one process per GPU, or let all of them share one: --device cuda:0"
+            "start one process per GPU, or let all of them share one, as device cuda:0"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)

@@ -38,7 +38,7 @@ def apply_backend(
         InputError: the backend is not available.
     """
     if name == "cudagraph" and next(model.parameters()).device.type != "cuda":
-        raise InputError("--backend cudagraph needs a GPU; use --backend eager or compile")
+        raise InputError("cudagraph needs a GPU; use eager or compile")
     if name in ("compile", "cudagraph"):
         if may_fail:
             import torch._dynamo
@@ -48,7 +48,7 @@ def apply_backend(
         model.compile(dynamic=False if few_shapes else None)
     if name == "ort":
         if reason := onnx_runtime.unavailable_reason():
-            raise InputError(f"--backend ort: {reason}; --backend compile is torch's own")
+            raise InputError(f"ort: {reason}; compile is torch's own")
         onnx_runtime.apply(model)
     return model
 

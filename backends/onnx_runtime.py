@@ -1,4 +1,4 @@
-"""`--backend ort`: training passes through ONNX Runtime's ORTModule, of the legacy stack.
+"""Backend 'ort': training passes through ONNX Runtime's ORTModule, of the legacy stack.
 
     if reason := unavailable_reason():        # why it cannot be used, and how to install it
         raise InputError(reason)
@@ -93,12 +93,11 @@ class OrtForward:
             with _no_output():
                 output = self.graph(*inputs)
         except Exception as error:  # types of ORTModule and of torch's exporter
-            raise InputError(
-                f"--backend ort: the model cannot be exported ({last_line(error)})"
-            ) from None
+            reason = f"the model cannot be exported ({last_line(error)})"
+            raise InputError(f"backend ort: {reason}") from None
         if type(output.grad_fn).__name__ != ORT_GRAD_FN:
             raise InputError(
-                f"--backend ort: the model ran in torch ({type(output.grad_fn).__name__}), "
+                f"backend ort: the model ran in torch ({type(output.grad_fn).__name__}), "
                 "not in ONNX Runtime"
             )
         for buffer, value in zip(self.model.buffers(), buffers):

@@ -68,11 +68,9 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     if name == "auto":
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
     if name in nvidia_apex.LEVELS and (reason := nvidia_apex.unavailable_reason()):
-        raise InputError(
-            f"--precision {name}: {reason}; --precision fp16 is torch's own mixed precision"
-        )
+        raise InputError(f"{name}: {reason}; fp16 is torch's own mixed precision")
     if name == "tf32" and device.type != "cuda":
-        raise InputError("--precision tf32 needs a GPU; use bf16 or fp32 on a CPU")
+        raise InputError("tf32 needs a GPU; use bf16 or fp32 on a CPU")
     if device.type == "cuda":
         allow_tf32 = name != "fp32"
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32

@@ -2,7 +2,7 @@
 
     torch.optim.AdamW(parameters, fused=supports_fused_optimizers(parameters))
     if reason := unavailable_reason("export"):          # "needs torch 2.9 or newer, this is 2.3.1"
-        raise InputError(f"--export {reason}")
+        raise InputError(f"exporting {reason}")
 
 The code runs on torch 2.3, of the legacy stack, and on torch 2.9 and newer.
 """

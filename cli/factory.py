@@ -81,7 +81,8 @@ def check_processes(
             the tracker is not installed.
     """
     report_restart(world, 1 if checkpoint is None else checkpoint.progress["epoch"] + 1)
-    on_main(world, lambda: check_tracker(settings.track))
+    with refused_as(f"--track {settings.track}"):
+        on_main(world, lambda: check_tracker(settings.track))
     if world.size == 1:
         return
     started = {name: bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)}
@@ -115,7 +116,8 @@ def create_run(
         settings.precision == "auto" and settings.backend == "ort"
     )  # ORTModule computes in fp32
     in_fp32 = ort_auto or settings.predict or settings.export
-    precision = choose_precision("fp32" if in_fp32 else settings.precision, world.device)
+    with refused_as(f"--precision {settings.precision}"):
+        precision = choose_precision("fp32" if in_fp32 else settings.precision, world.device)
     what_auto_is = {"--precision auto": precision.name}  # as on GPUs of different kinds
     check_equal(world, what_auto_is, advice="give --precision fp16 or fp32")
     if not uses_trained_model(vars(settings)):  # with the precision that auto has chosen
@@ -172,19 +174,21 @@ def prepare_model(
     ):
         raise InputError("--checkpoint_activations: no blocks to recompute; leave it out")
     if settings.parallel != "ddp" and run.world.size > 1:
-        fsdp.shard(
-            model,
-            run.world,
-            kind=settings.parallel,
-            blocks=residual_blocks(model),
-            wire_dtype=comm_hooks.WIRE_DTYPES.get(settings.grad_compress),
-            compute_dtype=None if settings.fuse else run.precision.dtype,
-        )
+        with refused_as(f"--parallel {settings.parallel}", (InputError,)):
+            fsdp.shard(
+                model,
+                run.world,
+                kind=settings.parallel,
+                blocks=residual_blocks(model),
+                wire_dtype=comm_hooks.WIRE_DTYPES.get(settings.grad_compress),
+                compute_dtype=None if settings.fuse else run.precision.dtype,
+            )
     few_shapes = settings.several_sizes and settings.dynamic_batch == "none"
     backend = choose_backend(settings, run, batches)
-    return execution.apply_backend(
-        backend, model, few_shapes=few_shapes, may_fail=settings.backend == "auto"
-    )
+    with refused_as(f"--backend {backend}", (InputError,)):
+        return execution.apply_backend(
+            backend, model, few_shapes=few_shapes, may_fail=settings.backend == "auto"
+        )
 
 
 # -------------------------------------------------------------------- optimizer
@@ -366,7 +370,8 @@ def create_trainer(
     """Make the trainer of these parts, and the run folder."""
     world = run.world
     comm_hook, lr_schedule = create_comm_hook(settings, run), create_lr_schedule(settings)
-    folder, lock = open_run_folder(settings.out, run.script, world, run.checkpoint)
+    with refused_as(f"--out {settings.out or 'runs'}"):
+        folder, lock = open_run_folder(settings.out, run.script, world, run.checkpoint)
     machine = {**describe_machine(world.device), "precision": run.precision.name}
     environment = {**machine, "processes": world.size}
     del environment["command"]  # it changes also where nothing else has
@@ -495,7 +500,8 @@ def trained_classifier(
     card = read_card({**checkpoint.metadata, **(metadata or {}), "flags": {**vars(settings)}})
     flag = "--resume" if settings.checkpoint is None else "--checkpoint"
     weights, device = checkpoint.weights, run.world.device
-    found = classifier.trained_classifier(weights, card, device, flag=flag)
+    with refused_as(f"--arch {settings.arch}", (InputError,)):
+        found = classifier.trained_classifier(weights, card, device, flag=flag)
     if run.world.is_main:
         line = describe_checkpoint(checkpoint.file, checkpoint.progress)
         print(line, file=sys.stderr if settings.predict else sys.stdout, flush=True)
@@ -506,7 +512,8 @@ def export_model(settings: Settings, run: Run, file: str) -> None:
     """--export: write the model to a file."""
     found = trained_classifier(settings, run)
     example = found.card.example()
-    export(found.model, example, Path(file), **found.card.export_settings())
+    with refused_as(f"--export {file}"):
+        export(found.model, example, Path(file), **found.card.export_settings())
 
 
 def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:

@@ -35,26 +35,26 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
     Raises:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
-    is_of_texts = isinstance(settings, TextSettings)
-    if settings.weights is None and settings.arch.startswith(HF) and is_of_texts:
-        with local_main_first(run.world), refused(settings.arch):
-            return read_encoder(settings.arch)
+    is_of_texts, arch = isinstance(settings, TextSettings), settings.arch
+    if settings.weights is None and arch.startswith(HF) and is_of_texts:
+        with refused_as(f"--arch {arch}"), local_main_first(run.world), refused(arch):
+            return read_encoder(arch)
     for flag, is_given in (("--freeze", settings.freeze), ("--lora", settings.lora)):
         if settings.weights is None and is_given:
             needed = "needs --weights or --arch hf:NAME: else all layers but the last stay random"
             raise InputError(f"{flag} {needed}")
     if settings.weights is None:
         return None
-    with local_main_first(run.world):
+    with refused_as(f"--weights {settings.weights}"), local_main_first(run.world):
         if settings.weights != "DEFAULT":
             saved = pretrained.read_saved_model(Path(settings.weights))
         elif is_of_texts:
-            raise InputError("--weights DEFAULT: there are none for texts; use --arch hf:NAME")
+            raise InputError("there are none for texts; use --arch hf:NAME")
         else:
-            weights, names = image_models.default_weights(settings.arch)
+            weights, names = image_models.default_weights(arch)
             saved = SavedModel(weights, names)
         if not is_of_texts and not saved.preprocessing:
-            usual = image_models.usual_preprocessing(settings.arch)
+            usual = image_models.usual_preprocessing(arch)
             saved = dataclasses.replace(saved, preprocessing=usual)
         return saved
 
@@ -90,7 +90,7 @@ def _begin(
     """`begin_with_weights` but for what LoRA adds."""
     is_new = False
     if run.checkpoint is not None:
-        load_into(model, run.checkpoint.state["model"], "model")
+        load_into(model, run.checkpoint.state["model"], "model", flag="--resume")
     if saved is not None:
         line, is_new = load_weights(settings, run, model, saved, data.metadata)
         if run.world.is_main:
@@ -105,9 +105,10 @@ def load_weights(
     settings: Settings, run: Run, model: nn.Module, saved: SavedModel, metadata: Mapping[str, Any]
 ) -> tuple[str, bool]:
     """Load weights into a new model; return what `pretrained.load_pretrained` does."""
+    arch = settings.arch
     if isinstance(model, Encoder) and settings.weights is None:
-        with local_main_first(run.world), refused(settings.arch):
-            return model.load(settings.arch, metadata["classes"])
+        with refused_as(f"--arch {arch}"), local_main_first(run.world), refused(arch):
+            return model.load(arch, metadata["classes"])
     flags = settings.model_flags
     if isinstance(model, Encoder):
         flags = ("arch",)  # as it takes texts of any length
@@ -118,14 +119,15 @@ def load_weights(
             f"--weights {settings.weights}: is of a model of --{other}={given[other]}; give that "
             f"instead of {own.get(other)}"
         )
-    line, is_new = pretrained.load_pretrained(
-        image_models.part_for_colours(model),
-        saved,
-        str(settings.weights),
-        classes=metadata["classes"],
-        flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in own),
-        kept=("prior", "prior_weight"),  # they are of the data
-    )
+    with refused_as(f"--weights {settings.weights}", (InputError,)):
+        line, is_new = pretrained.load_pretrained(
+            image_models.part_for_colours(model),
+            saved,
+            str(settings.weights),
+            classes=metadata["classes"],
+            flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in own),
+            kept=("prior", "prior_weight"),  # they are of the data
+        )
     if saved.preprocessing:
         line += f"; images are prepared as for them, at {metadata['size']} pixels"
     return line, is_new

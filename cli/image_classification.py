@@ -230,15 +230,18 @@ def create_model(
         metadata: of the data.
         images: the training set, from whose pixels some networks take first weights.
     """
-    model = ImageCard.read({**metadata, "flags": vars(settings)}).create_model()
+    arch, channels = settings.arch, metadata["channels"]
     augmentation = create_augmentation(settings, metadata["size"])
     epochs = range(augmentation.small_epochs)
     sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
-    for size in sorted(sizes):  # those of small_epochs are smaller
-        image_models.checked(model, settings.arch, channels=metadata["channels"], image_size=size)
+    with refused_as(f"--arch {arch}", (InputError,)):
+        model = ImageCard.read({**metadata, "flags": vars(settings)}).create_model()
+        for size in sorted(sizes):  # those of small_epochs are smaller
+            image_models.checked(model, arch, channels=channels, image_size=size)
     model = model.to(run.world.device)
     if settings.freeze:
-        pretrained.freeze_all_but_classifier(model)
+        with refused_as("--freeze"):
+            pretrained.freeze_all_but_classifier(model)
     elif settings.freeze_norms:
         pretrained.hold_norms(model)
     if isinstance(model, VGG8):

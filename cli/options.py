@@ -89,7 +89,8 @@ def parse(
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
         found.changed = changed_flags(found.flags, flags, parser)
     if not uses_trained_model(flags):
-        run_folder.check_overwritten(settings.out, found)
+        with refused_as(f"--out {settings.out}"):
+            run_folder.check_overwritten(settings.out, found)
         for line in parser.unused(given, flags):
             print_once(f"warning: {line}")
         if settings.lr_schedule != "constant" and create_lr_schedule(settings).is_constant():

@@ -173,10 +173,14 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
     """
     card = TextCard.read({**metadata, "flags": vars(settings)})
     dropout = {"dropout": settings.dropout, "token_dropout": settings.token_dropout}
-    with refused_as("--model_args"):
+    with refused_as(f"--arch {settings.arch}" if card.encoder else "--model_args"):
         model = card.create_model(mix_at=settings.mix_at, **dropout)
     if isinstance(model, Encoder):
-        model.check(card.prepare(["a " * metadata["max_len"], "a"], torch.device("cpu")))
+        texts = card.prepare(["a " * metadata["max_len"], "a"], torch.device("cpu"))
+        with refused_as(f"--max_len {texts.shape[1]}"):
+            model.check(texts, mixed=False)
+        with refused_as(f"--mix_at {settings.mix_at}"):
+            model.check(texts, mixed=True)
     if settings.freeze and isinstance(model, Encoder):
         model.model.base_model.requires_grad_(False)
         pretrained.hold_frozen(model)

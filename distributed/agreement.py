@@ -1,6 +1,6 @@
 """What the processes of a job must have in common, and what one of them finds out for all.
 
-    check_equal(world, {"--lr": 0.1, "the commit": "31dfeba"}, advice="start all with equal flags")
+    check_equal(world, {"the rate": 0.1, "the commit": "31dfeba"}, advice="start all alike")
     folder = on_main(world, make_folder)          # rank 0 makes it; an error there ends all ranks
     with local_main_first(world):                 # one download a node
         download()

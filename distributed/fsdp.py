@@ -49,12 +49,12 @@ def shard(
         kind: 'fsdp' over all ranks; 'hsdp' within each node, with a copy on every node.
         blocks: modules of the model whose weights are gathered together.
         wire_dtype: what gradients are averaged in; None is the dtype of the parameters.
-        compute_dtype: of autocast; None is no autocast, or layers that call no norm (--fuse).
+        compute_dtype: of autocast; None is no autocast, or fused layers, which call no norm.
     Raises:
         InputError: this torch is too old, ranks share a GPU, or 'hsdp' was asked for on one node.
     """
     if reason := torch_compat.unavailable_reason("fsdp"):
-        raise InputError(f"--parallel {kind} {reason}; use --parallel ddp")
+        raise InputError(f"{kind} {reason}; use ddp")
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
@@ -93,14 +93,12 @@ def device_mesh(world: World, kind: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if world.shares_gpu:  # gloo, which connects such ranks, crashes in fully_shard
-        raise InputError(f"--parallel {kind} needs a GPU for each process; use --parallel ddp")
+        raise InputError(f"{kind} needs a GPU for each process; use ddp")
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,))
     if len(world.nodes) == 1 or len(set(map(len, world.nodes))) > 1:
-        raise InputError(
-            "--parallel hsdp needs several nodes with the same number of processes; "
-            "use --parallel fsdp on one node"
-        )
+        needed = "several nodes with the same number of processes"
+        raise InputError(f"{kind} needs {needed}; use fsdp on one node")
     names = ("replicate", "shard")
     return DeviceMesh(world.device.type, torch.tensor(world.nodes), mesh_dim_names=names)
 

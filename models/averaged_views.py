@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VIEWS = {"none": 1, "mirror": 2, "mirror_shift": 6}  # values of --test_views
+VIEWS = {"none": 1, "mirror": 2, "mirror_shift": 6}  # of a test image, by name
 SHIFT = 1  # pixels
 
 

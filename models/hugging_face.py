@@ -1,4 +1,4 @@
-"""Pretrained text encoders of Hugging Face Transformers: --arch hf:NAME_OR_FOLDER.
+"""Pretrained text encoders of Hugging Face Transformers, named hf:NAME_OR_FOLDER.
 
     saved = read_encoder("hf:distilbert-base-uncased")          # saved.encoder, saved.tokenizer
     model = Encoder(**saved.encoder, classes=2)                 # with random weights
@@ -27,7 +27,7 @@ HF = "hf:"  # in front of the name of a model on the hub, or of a folder
 @contextlib.contextmanager
 def refused(arch: str) -> Iterator[None]:
     """Turn whatever Transformers raises, or that it is missing, into one line; its notes vanish."""
-    with needing(f"--arch {arch}", "transformers"):
+    with needing(arch, "transformers"):
         from transformers import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -37,7 +37,7 @@ def refused(arch: str) -> Iterator[None]:
         raise
     except Exception as error:  # of many kinds
         raise InputError(
-            f"--arch {arch}: cannot be loaded ({first_line(error)}); check the name and the "
+            f"{arch}: cannot be loaded ({first_line(error)}); check the name and the "
             "network, or give a folder that save_pretrained wrote"
         ) from None
 
@@ -52,7 +52,7 @@ def read_encoder(arch: str) -> SavedModel:
     pad, fits = tokenizer.pad_token_id, len(tokenizer) <= config.vocab_size
     if not (fits and tokenizer.is_fast and pad is not None and tokenizer.padding_side == "right"):
         raise InputError(
-            f"--arch {arch}: its tokenizer is not supported; it must be a fast one with a padding "
+            f"{arch}: its tokenizer is not supported; it must be a fast one with a padding "
             f"token, on the right, and with at most the model's {config.vocab_size} tokens"
         )
     tokenizer.backend_tokenizer.no_padding()  # it may have been saved with a fixed length
@@ -107,7 +107,7 @@ class Encoder(nn.Module):
         new = {*info["missing_keys"], *mismatched}
         frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         if random := sorted(new & frozen):
-            raise InputError(f"--freeze: {list_names(random)} would stay random; leave it out")
+            raise InputError(f"{list_names(random)} would stay random, as they are frozen")
         theirs, head = AutoConfig.from_pretrained(folder), classifier_names(self.model)
         names = [theirs.id2label.get(number, "") for number in range(theirs.num_labels)]
         is_saved = info["missing_keys"].isdisjoint(head)
@@ -141,16 +141,16 @@ class Encoder(nn.Module):
         return self.model(inputs_embeds=embedded, attention_mask=present.long()).logits
 
     @torch.no_grad()
-    def check(self, tokens: Tensor) -> None:
-        """Raise InputError if two texts (2, length) cannot be classified, or not be mixed."""
-        problem = f"--max_len {tokens.shape[1]}: the encoder cannot take texts of that length"
+    def check(self, tokens: Tensor, *, mixed: bool) -> None:
+        """Raise InputError if two texts (2, length) cannot be classified, or not be `mixed`."""
+        problem = "mixed embeddings; use pooled" if mixed else "texts of that length"
         try:
             logits = self.eval()(tokens)
-            problem = "--mix_at tokens: this encoder cannot take mixed embeddings; use pooled"
-            mixed = self(tokens, torch.arange(2), torch.full((2,), 0.5))
-            torch.testing.assert_close(mixed, logits)
+            if mixed:
+                found = self(tokens, torch.arange(2), torch.full((2,), 0.5))
+                torch.testing.assert_close(found, logits)
         except Exception as error:  # of many kinds
-            raise InputError(f"{problem} ({first_line(error)})") from None
+            raise InputError(f"the encoder cannot take {problem} ({first_line(error)})") from None
 
 
 def _find(arch: str) -> Path:

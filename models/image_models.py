@@ -1,4 +1,4 @@
-"""The image classifiers of --arch: our own, and any of torchvision.
+"""The image classifiers by their names: our own, and any of torchvision or timm.
 
 model = create_model("resnet50", classes=10, channels=3, image_size=32)
 """
@@ -40,8 +40,8 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
     if arch == "vgg8":
         if image_size < vgg.SMALLEST_IMAGE:
             raise InputError(
-                f"--arch vgg8 needs images of at least {vgg.SMALLEST_IMAGE} pixels a side; "
-                "scale them with --image_size 32"
+                f"vgg8 needs images of at least {vgg.SMALLEST_IMAGE} pixels a side; "
+                "scale them to 32"
             )
         return vgg.VGG8(classes=classes, channels=channels)
     if arch.startswith(TIMM):
@@ -77,10 +77,9 @@ def default_weights(arch: str) -> tuple[dict[str, Tensor], list[str]]:
         model = models.get_model(arch, weights=weights, progress=False)
         return model.state_dict(), weights.meta["categories"]
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        problem = "could not be downloaded" if isinstance(error, OSError) else "has none"
+        problem = "could not be downloaded" if isinstance(error, OSError) else "are not there"
         reason = getattr(error, "reason", first_line(error))
-        line = f"--weights DEFAULT: --arch {arch} {problem} ({reason}); give a file"
-        raise InputError(line) from None
+        raise InputError(f"those of {arch} {problem} ({reason}); give a file") from None
 
 
 def usual_preprocessing(arch: str) -> dict[str, Any]:
@@ -113,23 +112,23 @@ def usual_preprocessing(arch: str) -> dict[str, Any]:
 
 
 def _create_timm_model(arch: str, classes: int, *, channels: int, image_size: int) -> nn.Module:
-    with needing(f"--arch {arch}", "timm"):
+    with needing(arch, "timm"):
         import timm
     name = arch.removeprefix(TIMM)
     if not timm.is_model(name):
         raise InputError(
-            f"--arch {arch}: timm {timm.__version__} has no such model"
+            f"{arch}: timm {timm.__version__} has no such model"
             f"{did_you_mean(name, timm.list_models())}"
         )
     create = partial(timm.create_model, name, num_classes=classes, in_chans=channels)
-    with refused_as(f"--arch {arch}", (RuntimeError,)):  # such as of a tag that is not there
+    with refused_as(arch, (RuntimeError,)):  # such as of a tag that is not there
         model = create()
     try:
         return checked(model, arch, channels=channels, image_size=image_size)
     except InputError:
         if not getattr(model, "default_cfg", {}).get("fixed_input_size"):  # as a ViT has
             raise
-    with refused_as(f"--arch {arch}", (RuntimeError, AssertionError, TypeError, ValueError)):
+    with refused_as(arch, (RuntimeError, AssertionError, TypeError, ValueError)):
         model = create(img_size=image_size)
     return checked(model, arch, channels=channels, image_size=image_size)
 
@@ -142,13 +141,13 @@ def _create_torchvision_model(
     torchvision_models = models.list_models(module=models)
     if arch not in torchvision_models:
         raise InputError(
-            f"--arch {arch}: unknown model; choose one of {', '.join(ARCHITECTURES)} "
+            f"{arch}: unknown model; choose one of {', '.join(ARCHITECTURES)} "
             "or a torchvision model such as swin_t"
             f"{did_you_mean(arch, [*ARCHITECTURES, *torchvision_models])}"
         )
     options: dict[str, int] = {"aux_logits": False} if arch in INCEPTIONS else {}
     options |= {"image_size": image_size} if arch.startswith("vit_") else {}
-    with refused_as(f"--arch {arch}", (AssertionError,)):
+    with refused_as(arch, (AssertionError,)):
         model = models.get_model(arch, weights=None, num_classes=classes, **options)
     if channels == 1:
         model = nn.Sequential(GreyToColour(), model)
@@ -163,7 +162,7 @@ def checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> n
     except (RuntimeError, AssertionError) as error:
         usual = usual_preprocessing(arch).get("size", 224)
         raise InputError(
-            f"--arch {arch} cannot take {image_size}x{image_size} images "
-            f"({first_line(error)}); try --image_size 64 or {usual}"
+            f"{arch} cannot take {image_size}x{image_size} images "
+            f"({first_line(error)}); try an image size of 64 or {usual}"
         ) from None
     return model.train()

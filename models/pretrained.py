@@ -62,13 +62,13 @@ def read_saved_model(path: Path) -> SavedModel:
     if path.is_dir():
         path = path / "last.pt"
     if not path.is_file():
-        raise InputError(f"--weights {path}: no such file")
+        raise InputError(f"{path}: no such file")
     is_safetensors = path.suffix.lower() == ".safetensors"
     state, about = _read_safetensors(path) if is_safetensors else _read_torch(path)
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     weights = merged(tensors)
     if not weights:
-        raise InputError(f"--weights {path}: holds no weights by their names; {KINDS}")
+        raise InputError(f"{path}: holds no weights by their names; {KINDS}")
     kinds = {"classes": list, "tokenizer": str, "encoder": dict, "flags": dict}
     known = {name: about[name] for name in kinds if isinstance(about.get(name), kinds[name])}
     if all(isinstance(about.get(name), list) and about[name] for name in ("mean", "std")):
@@ -78,7 +78,7 @@ def read_saved_model(path: Path) -> SavedModel:
 
 def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The weights, and the metadata, whose values are JSON where this project wrote them."""
-    with needing("--weights of .safetensors", "safetensors"):
+    with needing(str(path), "safetensors"):
         from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, "pt") as file:
@@ -86,7 +86,7 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
             weights = {name: file.get_tensor(name) for name in names}
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        raise InputError(f"--weights {path}: cannot be read ({first_line(error)})") from None
+        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
     about = {}
     for name, text in metadata.items():
         with contextlib.suppress(ValueError):  # another project's
@@ -105,10 +105,10 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     except Exception as error:  # torch raises errors of many kinds for damaged files
         if found := PICKLED_OBJECT.search(str(error)):
             raise InputError(
-                f"--weights {path}: holds objects of Python beside its weights ({found[1]}), which "
+                f"{path}: holds objects of Python beside its weights ({found[1]}), which "
                 "are not loaded since they could run any code; save the state_dict alone"
             ) from None
-        raise InputError(f"--weights {path}: is no readable file of weights; {KINDS}") from None
+        raise InputError(f"{path}: is no readable file of weights; {KINDS}") from None
     if not isinstance(state, Mapping):
         return {}, {}
     average = state.get("average")
@@ -124,7 +124,7 @@ def _read_torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     usual = [name for name in NESTED if name in nested]
     if len(nested) > 1 and not usual:
         raise InputError(
-            f"--weights {path}: holds the weights of several models ({', '.join(nested)}); save "
+            f"{path}: holds the weights of several models ({', '.join(nested)}); save "
             "the state_dict of one alone"
         )
     return (nested[[*usual, *nested][0]], state) if nested else (state, {})
@@ -153,7 +153,7 @@ def match_names(
         return plain
     if len(best) > 1:
         raise InputError(
-            f"--weights {source}: holds weights of several models that fit, whose names begin "
+            f"{source}: holds weights of several models that fit, whose names begin "
             f"with {list_names(sorted(best))}; save the state_dict of one alone"
         )
     return {
@@ -167,7 +167,7 @@ def classifier_names(model: nn.Module) -> list[str]:
     """The parameters of the classifier, see `classifier_prefixes`."""
     heads = classifier_prefixes(model)
     if not (names := [name for name, _ in model.named_parameters() if name.startswith(heads)]):
-        raise InputError("--weights, --freeze: this model has no linear layer as its classifier")
+        raise InputError("this model has no linear layer as its classifier")
     return names
 
 
@@ -177,7 +177,7 @@ def load_pretrained(
     source: str,
     *,
     classes: Sequence[str],
-    flags: str = "--arch, --image_size",
+    flags: str = "architecture, image size",
     kept: Sequence[str] = (),
 ) -> tuple[str, bool]:
     """Load weights into a model. Its classifier keeps the outputs of classes of the same name.
@@ -188,7 +188,7 @@ def load_pretrained(
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
         saved: the weights.
-        flags: which say what the model is, for messages.
+        flags: what says which model it is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
         A line that says what was loaded, and which outputs begin anew; and whether all do.
@@ -218,10 +218,10 @@ def load_pretrained(
         model.load_state_dict(complete)
     except RuntimeError as error:  # whose first line is a heading
         reason = " ".join(str(error).splitlines()[1:2]).strip()
-        raise InputError(f"--weights {source}: not of this model ({flags}): {reason}") from None
+        raise InputError(f"{source}: not of this model ({flags}): {reason}") from None
     for name, value in model.state_dict().items():
         if not value.isfinite().all():
-            raise InputError(f"--weights {source}: {name} holds numbers that are not finite")
+            raise InputError(f"{source}: {name} holds numbers that are not finite")
     num_loaded = len(own) - (0 if rows else len(classifier))
     layer = classifier[0].rpartition(".")[0]
     line = f"weights of {source}: {num_loaded} tensors{describe_rows(layer, rows, classes)}"

@@ -1,7 +1,7 @@
 """Learning-rate schedules with warm-up, and the scaling of the rate with the batch size.
 
     schedule = Schedule("cosine", epochs=50, warmup=5)
-    factor = schedule(progress=12.5)          # the rate at epoch 12.5, as a multiple of --lr
+    factor = schedule(progress=12.5)          # of the base rate, at epoch 12.5
 
 A schedule is a pure function of the progress in epochs and is applied before every optimizer step,
 so there is no scheduler state to save: exponential and inverse change at whole epochs, step and
@@ -41,7 +41,7 @@ ONECYCLE_END = 1e-4  # last rate / first rate
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate as a multiple of --lr, after t epochs.
+    """The learning rate as a multiple of the base rate, after t epochs.
 
     t is fractional; floor(t) counts whole epochs, and s = (t - warmup) / (epochs - warmup).
 
@@ -100,7 +100,7 @@ class Schedule:
             raise ValueError(f"gamma={self.gamma:g} lets the rate end above {LARGEST_PEAK:g} x lr")
 
     def __call__(self, progress: float, step: float = 0.0) -> float:
-        """Returns the multiple of --lr.
+        """Return the multiple of the base rate.
 
         Args:
             progress: epochs done so far.

@@ -43,6 +43,7 @@ class Checkpoint:
     warning: str = ""  # a line, where the file is not the one that was to be read
     # What is not as in the run that wrote it, by the names of flags: [before, now].
     changed: dict[str, list[Any]] = field(default_factory=dict)
+    source: str = ""  # as messages name it: the file, behind the flag that asked for it
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def latest_files(folder: Path) -> list[Path]:
 # -------------------------------------------------------------------- reading
 
 
-def load(path: Path, script: str = "", *, flag: str = "--resume") -> Checkpoint:
+def load(path: Path, script: str = "", *, flag: str = "") -> Checkpoint:
     """Read a checkpoint, onto the CPU.
 
     Of a run folder it is the newest that is not damaged; if that is not last.pt, `warning` says so.
@@ -134,14 +135,14 @@ def load(path: Path, script: str = "", *, flag: str = "--resume") -> Checkpoint:
     Args:
         path: a checkpoint or a run folder.
         script: name of the script that wrote it; '' is any.
-        flag: which asked for it; messages begin with it.
+        flag: which asked for it, if one did; messages begin with it.
     Raises:
         InputError: missing, damaged, not a checkpoint, or another script's.
     """
     damage: list[str] = []
     for file in (latest_files(path) if path.is_dir() else []) or [path]:
         try:
-            found = _load_file(file, script, where=f"{flag} {file}")
+            found = _load_file(file, script, where=f"{flag} {file}".strip())
         except _Damage as error:
             damage.append(f"{file} is damaged ({error})")
             continue
@@ -152,9 +153,8 @@ def load(path: Path, script: str = "", *, flag: str = "--resume") -> Checkpoint:
                 f"{found.progress['epoch']} epochs and {found.progress['step']} steps"
             )
         return found
-    raise InputError(
-        f"{flag}: {', '.join(damage)}; give the run folder, or its best.pt, or start anew"
-    )
+    problem = f"{', '.join(damage)}; give the run folder, or its best.pt, or start anew"
+    raise InputError(f"{flag}: {problem}" if flag else problem)
 
 
 class _Damage(Exception):
@@ -198,7 +198,7 @@ def _load_file(path: Path, script: str, *, where: str) -> Checkpoint:
     state = {name: content.pop(name, None) for name in STATE}
     state |= {name: copy.deepcopy(state[name]) for name in STATE if name not in MAPPED}
     progress, metadata = content.pop("progress", {}), copy.deepcopy(content)
-    return Checkpoint(path, metadata, copy.deepcopy(progress), state)
+    return Checkpoint(path, metadata, copy.deepcopy(progress), state, source=where)
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
@@ -209,12 +209,12 @@ def read_progress(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "--resume") -> None:
+def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "") -> None:
     """Call `target.load_state_dict(state)`.
 
     Args:
         what: its name in messages.
-        flag: which asked for the checkpoint; messages begin with it.
+        flag: which asked for the checkpoint, if one did; messages begin with it.
     Raises:
         InputError: the state does not fit, so the flags are not those of the run that wrote it.
     """
@@ -226,10 +226,9 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise InputError(
-            f"{flag}: the checkpoint's {what} does not fit the one these flags describe "
-            f"({last_line(error)}); use the flags of the first run"
-        ) from None
+        problem = f"the checkpoint's {what} does not fit the one these flags describe "
+        problem += f"({last_line(error)}); use the flags of the first run"
+        raise InputError(f"{flag}: {problem}" if flag else problem) from None
 
 
 def to_cpu(state: Any) -> Any:

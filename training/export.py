@@ -54,10 +54,7 @@ def export(
         for axis, (name, largest) in dynamic.items()
     }
     try:
-        with (
-            writing(f"--export {path}", "file"),
-            tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        ):
+        with writing(str(path), "file"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
             file = Path(folder) / path.name
             if path.suffix == ".pt2":
                 given = _export_pt2(model, example, file, sizes, metadata)
@@ -68,7 +65,7 @@ def export(
             difference = (given.softmax(1) - expected).abs().max().item()
             if not difference <= TOLERANCE:
                 raise InputError(
-                    f"--export {path}: not written, as its probabilities would differ from the "
+                    f"{path}: not written, as its probabilities would differ from the "
                     f"model's by {difference:.2g}"
                 )
             file.replace(path)
@@ -76,7 +73,7 @@ def export(
         raise
     except Exception as error:  # of many types, as for a model of more than 2 GiB
         raise InputError(
-            f"--export {path}: the model cannot be exported ({first_line(error)}); try another of "
+            f"{path}: the model cannot be exported ({first_line(error)}); try another of "
             f"{', '.join(SUFFIXES)}"
         ) from None
     print(f"{path}: same probabilities as the model, to {difference:.1g}")
@@ -103,7 +100,7 @@ def _export_onnx(
     model: nn.Module, example: Tensor, path: Path, sizes: Mapping[int, Any], texts: dict[str, str]
 ) -> Tensor:
     """Write an ONNX file; returns the logits that ONNX Runtime computes with it."""
-    with needing("--export to .onnx", "onnx onnxscript onnxruntime"):
+    with needing(str(path), "onnx onnxscript onnxruntime"):
         import onnx
         import onnxruntime
         import onnxscript  # noqa: F401  torch's exporter needs it
@@ -128,7 +125,7 @@ def _export_onnx(
 
 def _export_weights(model: nn.Module, example: Tensor, path: Path, texts: dict[str, str]) -> Tensor:
     """Write the weights; returns the logits of the model with those that are in the file."""
-    with needing("--export to .safetensors", "safetensors"):
+    with needing(str(path), "safetensors"):
         from safetensors import torch as safetensors
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     path.write_bytes(safetensors.save(weights, metadata=texts))  # save_file lets no other user read

@@ -90,7 +90,7 @@ class MetaLearner:
             InputError: it is of an older meta-mixup.
         """
         if "is_over" not in state:
-            raise InputError("--resume: the run is of an older meta-mixup, and cannot go on")
+            raise InputError("the run is of an older meta-mixup, and cannot go on")
         self.meta.load_state_dict(state)
         self.is_over = state["is_over"]
         if self.is_over:  # also of a run that is made longer

@@ -38,11 +38,11 @@ class EarlyStop:
         name = f"{EVAL_SET_NAMES[eval_set]} {METRIC_NAMES[metric]}"
         is_reached = value <= self.target if metric == "loss" else value >= self.target
         if self.target and is_reached:
-            return f"the {name} of {value:.4f} has reached --stop_at {self.target:g}"
+            return f"the {name} of {value:.4f} has reached the target, {self.target:g}"
         best = best_row(rows[since:], self.chosen_by)
         best_epoch = best["epoch"] if best else since
         if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
-            return f"the best {name} is that of epoch {best_epoch} (--patience {self.patience})"
+            return f"the best {name} is that of epoch {best_epoch} (patience {self.patience})"
         return ""
 
 

@@ -22,7 +22,7 @@ from training.run_log import RunLog
 
 MAX_SKIPPED_IN_A_ROW = 10  # non-finite steps before the run goes back to its last checkpoint
 MAX_ROLLBACKS = 3
-REMEDIES = "lower --lr, add --clip 1 or --warmup 1, or use --precision fp32"
+REMEDIES = "lower the learning rate, clip gradients at 1, warm up for an epoch, or use fp32"
 END = b"\0"  # no signal: what ends the thread that answers them
 SAME_SIGNAL_SECONDS = 1.0  # a sweep, which gets the terminal's Ctrl-C too, repeats it to its run
 

@@ -77,7 +77,7 @@ def make_run_folder(out: str | None, script: str) -> Path:
                 return free
     except OSError as error:
         raise InputError(
-            f"--out {folder}: cannot be made ({error.strerror}); choose another folder"
+            f"{folder}: cannot be made ({error.strerror}); choose another folder"
         ) from None
     raise AssertionError("a free name is always found")
 
@@ -93,7 +93,7 @@ def lock_run_folder(folder: Path) -> IO[str]:
         InputError: another process has the folder, or it cannot be written to.
     """
     path = folder / LOCK_FILE
-    with writing(f"--out {folder}", "folder"):
+    with writing(str(folder), "folder"):
         file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +101,7 @@ def lock_run_folder(folder: Path) -> IO[str]:
         file.close()
         raise InputError(
             f"{folder}: another process is writing to this folder; wait until it has ended, "
-            "stop it, or choose another folder with --out"
+            "stop it, or choose another folder"
         ) from None
     except OSError:  # the file system has no locks
         pass
@@ -163,12 +163,9 @@ def check_overwritten(
         steps = ((read_progress(path) or {"step": None})["step"] for path in latest_files(folder))
         holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
         if not is_own and (holds_run or any(step != 0 for step in steps)):
-            raise InputError(
-                f"--out {folder} already holds a run: choose another folder, or go on with that "
-                "run by --resume"
-            )
+            raise InputError(f"{folder} already holds a run: choose another folder, or resume it")
         if (folder / "config.json").exists() and "script" not in read_config(folder):
-            raise InputError(f"--out {folder} holds a config.json of no run: choose another folder")
+            raise InputError(f"{folder} holds a config.json of no run: choose another folder")
         return
     for path in latest_files(folder):
         if path.samefile(source) and not again:
@@ -176,9 +173,9 @@ def check_overwritten(
         later = read_progress(path)
         if later is not None and later["step"] > checkpoint.progress["step"]:
             raise InputError(
-                f"{source} is of step {checkpoint.progress['step']}, but its run has gone on to "
-                f"step {later['step']} ({path.name}), which training on from there would "
-                "overwrite; give --out with another folder"
+                f"the run of {source}, of step {checkpoint.progress['step']}, has gone on to step "
+                f"{later['step']} ({path.name}), which training on from there would overwrite; "
+                "choose another folder"
             )
         if path.samefile(source):
             return

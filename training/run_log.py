@@ -59,7 +59,7 @@ CONFUSION_FILE = "confusion.json"  # of a run folder
 
 ANNOUNCE_SECONDS = 30.0  # of a run, after which it says how long the whole of it takes
 LONG_SECONDS = 600.0  # of a run that says it
-LESS = "fewer --epochs, a --subset of the rows, a smaller --arch or a recipe take less"
+LESS = "fewer epochs, a subset of the rows, a smaller network or a recipe take less"
 
 
 class RunLog:
@@ -104,7 +104,7 @@ class RunLog:
         self.epochs = epochs
         if not self.is_main:
             return
-        with writing(f"--out {self.folder}", "folder"):
+        with writing(str(self.folder), "folder"):
             self._write_config()
         self.write_rows(rows)
         if self.track != "none":

@@ -2,7 +2,7 @@
 
     segments = next_segments(checkpoint, {"commit": "31dfeba", "torch": "2.15.0"})
     segments[-1]    # {"after_epochs": 1, "after_steps": 12, "commit": "31dfeba", ...,
-                    #  "changed": {"--label_noise": [0.0, 0.4]}}: the value before, and now
+                    #  "changed": {name of a flag: [value before, and now]}}
 
 Every checkpoint holds the segments of its run, and config.json holds them where there are several:
 its other entries are those of the last one.
@@ -48,7 +48,7 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
 
 
 def describe_last(segments: Sequence[Segment]) -> str:
-    """What the last segment changed: '--epochs 9 (was 5), commit bbb (was aaa)'; or ''."""
+    """What the last segment changed: 'commit bbb (was aaa), torch 2.15.0 (was 2.14.0)'; or ''."""
     environment = changes_between(segments[-2], segments[-1]) if len(segments) > 1 else {}
     return ", ".join(
         f"{name} {flag_value(now)} (was {flag_value(before)})"

@@ -74,7 +74,7 @@ LIBRARIES: dict[str, tuple[str, Callable[..., tuple[Log, Close]]]] = {
     "tensorboard": ("torch.utils.tensorboard", open_tensorboard),
     "wandb": ("wandb", open_wandb),
 }
-"""The module of each tracker, and what opens a run, by the value of --track and its package."""
+"""The module of each tracker, and what opens a run, by its name, which is its package's."""
 TRACKERS = ("none", *LIBRARIES)
 
 
@@ -85,7 +85,7 @@ def check_tracker(name: str) -> None:
         InputError: it cannot.
     """
     if name != "none":
-        with needing(f"--track {name}", name):
+        with needing(name, name):
             importlib.import_module(LIBRARIES[name][0])
 
 
@@ -136,6 +136,4 @@ class TrackedRun:
                 yield
         except Exception as error:
             self.opened = None
-            self.warn(
-                f"warning: --track {self.name}: {first_line(error)}; the run goes on without it"
-            )
+            self.warn(f"warning: {self.name}: {first_line(error)}; the run goes on without it")

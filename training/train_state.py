@@ -101,7 +101,7 @@ class TrainState:
         kind, stored_kind = type(self.parallel.optimizer).__name__, state["optimizer_kind"]
         if kind != stored_kind:  # torch would take another optimizer's state
             raise InputError(
-                f"--resume: the checkpoint's optimizer is {stored_kind}, not {kind}; "
+                f"the checkpoint's optimizer is {stored_kind}, not {kind}; "
                 "use the flags of the first run"
             )
         ranks, weights, moments = state["ranks"], state["model"], state["optimizer"]
@@ -129,7 +129,7 @@ class TrainState:
         _load_optimizer(self.parallel.optimizer, moments)
         if self.average is not None and average:
             self.average.load_state_dict(average)
-        elif self.average is not None:  # --ema is new; what it has by now may not be finite
+        elif self.average is not None:  # it is new; what it has by now may not be finite
             self.average.start(self.parallel.model)
         self.parallel.load_state_dicts(state["hook"], of_hook)
         self.batches.load_state_dict(state["batching"])

@@ -30,7 +30,7 @@ from backends.precision import Precision
 from distributed.averaging import Traffic
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
-from errors import InputError, Interrupted
+from errors import InputError, Interrupted, refused_as
 from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import step_unless_skipped
@@ -168,7 +168,7 @@ class Trainer:
         self.begin(checkpoint)
         before = len(self.progress.rows)
         if before >= self.config.epochs:
-            self.log.info("nothing is left to train; --epochs makes a run longer")
+            self.log.info("nothing is left to train; more epochs make a run longer")
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():
                 try:
@@ -346,8 +346,8 @@ class Trainer:
                 # Other ranks are inside a collective, and a graph keeps its memory: no going back.
                 if self.world.size > 1 or self.graph is not None:
                     raise InputError(
-                        f"out of memory in mid-run on rank {self.world.rank}; use --micro_bs with "
-                        "fewer samples, or --checkpoint_activations"
+                        f"out of memory in mid-run on rank {self.world.rank}; use smaller "
+                        "micro-batches, or checkpoint activations"
                     ) from None
                 self.probe.halve_micro_batch(len(labels))
                 is_again = True
@@ -388,7 +388,7 @@ class Trainer:
                 if "more than 1 value per channel" not in str(error):
                     raise
                 raise InputError(
-                    "--bs 1: BatchNorm needs two values a channel; use a larger --bs or image"
+                    "a batch of 1: BatchNorm needs two values a channel; use larger ones or images"
                 ) from None
             share = weight * len(y) / len(labels)
             self.scaler.scale(output.loss * share).backward()
@@ -609,7 +609,8 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        self.parts.load_state_dict(checkpoint.state)
+        with refused_as(checkpoint.source or str(checkpoint.file), (InputError,)):
+            self.parts.load_state_dict(checkpoint.state)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
             make_capturable(self.optimizer)  # also with the checkpoint of a run without graphs
@@ -641,6 +642,6 @@ class Trainer:
         kept = "could not be written, an older one is kept, if there is one"
         raise Interrupted(
             f"interrupted in epoch {epoch}, step {step}; last.pt "
-            f"{kept if self.checkpointer.unsaved else 'is written'}, go on with --resume "
-            f"{shlex.quote(str(self.log.folder))}"
+            f"{kept if self.checkpointer.unsaved else 'is written'}, resume "
+            f"{shlex.quote(str(self.log.folder))} to go on"
         )

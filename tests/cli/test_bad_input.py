@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import for_each
+from errors import InputError, SharedInputError, refused_as
 from ranks import ROOT
 
 SCRIPTS = {"images": "resnet50_test", "texts": "transformer_test"}
@@ -48,7 +49,7 @@ IMAGES_ONLY = [
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
     ("--arch vit_b_16 --image_size 40", "--arch vit_b_16: Input shape indivisible by patch size"),
     ("--arch hf:any/model", "--arch hf:any/model: unknown model"),
-    ("--arch resnet18 --bs 1", "--bs 1"),  # BatchNorm has one value a channel to train on
+    ("--arch resnet18 --bs 1", "a batch of 1"),  # BatchNorm has one value a channel to train on
     ("--test_views mirror", "mirror images"),
     ("--small_epochs 1 --small_size 9", "small_size=9 must be at most 8"),
     ("--crop_pad 8 --crop_fill reflect", "pad=8 must be from 1 to 7"),
@@ -69,7 +70,20 @@ def test_a_wrong_flag_is_named_in_one_line(refused):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_that_is_not_there_is_named(refused: Refused) -> None:
-    assert "--device cpu" in refused("images", "--device cuda", "--device cuda")
+    assert "use cpu" in refused("images", "--device cuda", "device cuda: torch")
+
+
+def test_a_flag_is_put_once_in_front_of_a_reason():
+    """The innermost block gives it; who reports the reason stays as it was."""
+    for reason, line in (
+        (ValueError("too small"), "--arch x: too small"),
+        (InputError("x needs a GPU"), "--arch x needs a GPU"),
+        (SharedInputError("--out a: is full"), "--out a: is full"),
+    ):
+        with pytest.raises(InputError) as raised, refused_as("--bs 1"), refused_as("--arch x"):
+            raise reason
+        assert str(raised.value) == line
+        assert isinstance(raised.value, SharedInputError) == isinstance(reason, SharedInputError)
 
 
 def test_failed_download_can_be_tried_again(refused: Refused) -> None:

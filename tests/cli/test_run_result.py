@@ -132,7 +132,7 @@ def test_the_metric_of_the_flag_chooses_the_best_epoch(here, monkeypatch):
 
 
 def test_what_ends_a_run():
-    nan, before = float("nan"), "the best test accuracy is that of epoch 1 (--patience 2)"
+    nan, before = float("nan"), "the best test accuracy is that of epoch 1 (patience 2)"
     for column, values, target, reason in (
         ("test_accuracy", [], 0.9, ""),
         ("test_accuracy", [0.5, 0.4, 0.5], 0.9, before),
@@ -140,7 +140,7 @@ def test_what_ends_a_run():
         ("test_accuracy", [0.5, None, None], 0.1, ""),  # the last epoch was not evaluated
         ("test_accuracy", [0.5, None, None, 0.4], 0, before),
         ("val_macro_f1", [0.5, 0.9], 0.9, "the validation macro-F1 of 0.9000 has reached"),
-        ("val_loss", [0.9, 0.4], 0.5, "the validation loss of 0.4000 has reached --stop_at 0.5"),
+        ("val_loss", [0.9, 0.4], 0.5, "the validation loss of 0.4000 has reached the target, 0.5"),
         ("val_loss", [0.9, 0.6, 0.7, nan], 0.5, "the best validation loss is that of epoch 2"),
         ("val_loss", [0.9, 0.6, nan, 0.5], 0, ""),
     ):
@@ -153,17 +153,17 @@ def test_what_ends_a_run():
 def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch):
     accuracies_of(monkeypatch, 0.2, 0.9, 0.5, 0.5, 0.5, 0.95, 0.3, *[0.2] * 9)
     words = "--epochs 9 --lr 0.01 --patience 2 --out run"
-    line = "device-hours: the best test accuracy is that of epoch 2 (--patience 2)"
+    line = "device-hours: the best test accuracy is that of epoch 2 (patience 2)"
     for flags in (f"{WORSE_AT_THE_END} {words}", "--resume run"):
         console = resnet(flags)
         assert line in console
         assert reported(console)["best"].startswith("best.pt: epoch 2, test accuracy 90.00 %")
         assert len(ranks.metrics(here / "run")) == 4
     console = resnet("--resume run --patience 4 --stop_at 0.95")
-    assert "device-hours: the test accuracy of 0.9500 has reached --stop_at 0.95" in console
+    assert "device-hours: the test accuracy of 0.9500 has reached the target, 0.95" in console
     assert len(ranks.metrics(here / "run")) == 6
     console = resnet("--resume run --patience 1 --stop_at 0 --out other")
-    assert "that of epoch 7 (--patience 1)" in console, "the best is chosen anew"
+    assert "that of epoch 7 (patience 1)" in console, "the best is chosen anew"
     assert len(ranks.metrics(here / "other")) == 8
     console = resnet("--resume run --epochs 7 --best_by loss --patience 1")
     assert len(ranks.metrics(here / "run")) == 7, "epochs that accuracy judged end no run of loss"
@@ -247,7 +247,7 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
     best = checkpoint.load(copied / "best.pt").progress["epoch"]
     first = ranks.metrics(copied)
     flags = f"--resume {copied} --checkpoint best --lr 0.01"
-    assert "would overwrite; give --out" in resnet(flags, code=2)
+    assert "would overwrite; choose another folder" in resnet(flags, code=2)
     assert ranks.metrics(copied) == first
     resnet(flags, "--out other")
     second = ranks.metrics(Path("other"))

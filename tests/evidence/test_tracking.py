@@ -104,7 +104,7 @@ def test_a_tracker_that_fails_changes_nothing_and_is_reported_once(tmp_path, mon
         assert train(tmp_path / fails, *mixup, "--track", "wandb") == 0
         console = capsys.readouterr()
         [line] = [line for line in console.out.splitlines() if "warning" in line]
-        assert line == f"warning: --track wandb: {fails} has failed; the run goes on without it"
+        assert line == f"warning: wandb: {fails} has failed; the run goes on without it"
         assert console.err == ""
         ranks.same_run(tmp_path / "plain", tmp_path / fails)
 

@@ -215,5 +215,5 @@ def test_a_signal_to_one_rank_writes_a_checkpoint_and_all_leave_with_130(tmp_pat
     ranks.wait_for(lambda: log.exists() and "\n" in log.read_text(), job)
     os.kill(job.processes[-1].pid, signal.SIGINT)
     console = ranks.finish(job, tmp_path, expected=130)
-    assert "last.pt is written, go on with --resume run" in console.splitlines()[-1]
+    assert "last.pt is written, resume run to go on" in console.splitlines()[-1]
     assert "Traceback" not in console

@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
         (f"hf:{folders['bert']} --max_len 600", "cannot take texts of that length"),
         (f"hf:{folders['gpt2']} --mixup mixup --mix_at tokens", "mixed embeddings; use pooled"),
         ("hf:small", "its tokenizer is not supported"),
-        (f"hf:{folders['masked']} --freeze", "--freeze: bert.pooler.dense.bias, bert.pooler"),
+        (f"hf:{folders['masked']} --freeze", "pooler.dense.weight would stay random"),
     ):
         refused("texts", f"--arch {flags}", expected, base=BASE)
     monkeypatch.setitem(sys.modules, "transformers", None)

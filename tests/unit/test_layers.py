@@ -2,9 +2,13 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
+
+import resnet50_test
+import transformer_test
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # from the lowest; a module imports from its own layer and those below
@@ -25,6 +29,20 @@ FILES = [
 TREES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
     for path in FILES
+}
+NAME_FLAGS = {  # modules that are still to give the reason alone
+    "distributed.launch",
+    "distributed.waiting",
+    "distributed.world",
+    "input_pipeline.augmentation",
+    "input_pipeline.csv_tables",
+    "input_pipeline.image_datasets",
+    "input_pipeline.own_data",
+    "input_pipeline.text_datasets",
+    "input_pipeline.torchtext_tokenizer",
+    "training.classifier",
+    "training.epoch_report",
+    "training.predictions",
 }
 
 
@@ -71,3 +89,15 @@ def test_a_method_imports_little_of_the_repository(name):
 def test_there_is_no_import_cycle():
     imports = {name: imported_modules(name) for name in TREES}
     graphlib.TopologicalSorter(imports).prepare()  # raises where there is a cycle
+
+
+def test_no_text_below_cli_names_a_flag():
+    """Who takes a part of this project into their own program has typed none."""
+    flags = {*resnet50_test.parser().names(), *transformer_test.parser().names()}
+    for name in TREES.keys() - NAME_FLAGS:
+        if not 1 <= level_of(name) < LEVELS["cli"]:
+            continue
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = flags & {*re.findall(r"--\w+(?:-\w+)*", node.value)}
+                assert not named, f"{name}, line {node.lineno}: {named}"

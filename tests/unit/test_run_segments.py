@@ -75,5 +75,5 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
     more = f"--out b --data_dir {here}/elsewhere --keep 1 --workers 1"
     console = run(resnet50_test, "--resume a", more)
     assert line_of(console) == ""
-    assert "nothing is left to train; --epochs makes a run longer" in console
+    assert "nothing is left to train; more epochs make a run longer" in console
     assert "segments" not in config_of("b")

@@ -346,7 +346,7 @@ def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(run_log, "LONG_SECONDS", 0.0)
         (long,) = [line for line in console("60", seconds=1000.0) if "whole run" in line]
-    assert re.match(r"the whole run takes about [\d.]+ (s|min); fewer --epochs", long)
+    assert re.match(r"the whole run takes about [\d.]+ (s|min); fewer epochs", long)
     assert not [line for line in often if "whole run" in line]
     progress = [line for line in often if line.startswith("epoch ") and "step" in line]
     assert len(progress) >= 4
