@@ -47,7 +47,6 @@ from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
-from input_pipeline import own_data
 from mixup import FORMER_KINDS, mixup
 from optimizers import schedules
 from optimizers.schedules import Schedule
@@ -137,8 +136,7 @@ class DataSettings:
         "of rare classes several times")
     label_separator: str | None = flag(str, None, "what separates the labels of a row in csv, "
         "tsv or jsonl, such as a vertical bar; rows may then have several labels, or none",
-        metavar="TEXT",
-        only_with=[{"dataset": own_data.DATASETS}], common=True)
+        metavar="TEXT", common=True)
     test: bool = flag(switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
     baseline: bool | None = flag(switch, None, "accuracy of a linear model before the first epoch, "
