@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import resnet50_test
 import transformer_test
+from cli import factory
 from conftest import LABELS, SHORT, run, write_headlines, write_images
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.text_datasets import read_text_splits
@@ -113,6 +115,11 @@ def test_the_loss_is_the_sum_over_the_labels_and_linear_in_mixed_targets():
     torch.testing.assert_close(
         BinaryCrossEntropy(0.1, weights).compare(logits, labels)[0], expected
     )
+    labels[:, 0] = torch.tensor([1, 0, 0, 0, 0])
+    job, settings = mock.Mock(), mock.Mock(class_weights="balanced", balanced_sampling=False)
+    job.world.device = "cpu"
+    data = mock.Mock(labels=labels, metadata={"classes": ["a", "b", "c"]})
+    assert factory.class_weights(settings, job, data)[0] == 4, "rows without / rows with the label"
     loss, mix = BinaryCrossEntropy(), Mix(torch.tensor([1, 0, 3, 4, 2]), torch.rand(5))
     found = loss.compare_mixed(logits, labels, mix)
     each = [
@@ -153,6 +160,8 @@ def test_images_of_a_table_have_one_label_or_several(tmp_path):
     (folder / "train.csv").write_text("\n".join(["image,label", *lines]))
     console = run(resnet50_test, IMAGES, "--data_dir", folder, "--out", tmp_path / "one")
     assert "28 training samples" in console, "the table decides what is in train/"
+    console = run(resnet50_test, "--resume", tmp_path / "one", SEPARATED, "--epochs 2", code=2)
+    assert "the run was trained with one label a row" in console
 
 
 def test_what_does_not_go_together_is_refused_in_one_line(refused, tmp_path):
