@@ -60,8 +60,8 @@ class ImageCard(Outputs):
     def read(cls, metadata: Mapping[str, Any]) -> ImageCard:
         """Return the card of a checkpoint's metadata."""
         kept = ("classes", "size", "channels", "interpolation", "mean", "std")
-        own = {name: metadata["flags"].get(name) for name in ("arch", "label_separator")}
-        return cls(**own, **{name: metadata[name] for name in kept})
+        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
+        return cls(arch=flags["arch"], label_separator=flags.get("label_separator"), **own)
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
@@ -118,9 +118,9 @@ class TextCard(Outputs):
     def read(cls, metadata: Mapping[str, Any]) -> TextCard:
         """Return the card of a checkpoint's metadata."""
         kept = ("classes", "tokenizer", "max_len", "pad", "encoder", "prior")
-        names = ("arch", "model_args", "label_separator")
-        own = {name: metadata["flags"].get(name) for name in names}
-        return cls(**own, **{name: metadata[name] for name in kept})
+        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
+        own |= {name: flags[name] for name in ("arch", "model_args")}
+        return cls(label_separator=flags.get("label_separator"), **own)
 
     @cached_property
     def loaded_tokenizer(self) -> Any:

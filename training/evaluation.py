@@ -38,7 +38,7 @@ MAX_CONFUSED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add 
 class Evaluation:
     """What a model does on a set.
 
-    Where rows may have several labels, a class is predicted from a probability of 1/2 on.
+    Where rows may have several labels, a label is predicted above a probability of 1/2.
     """
 
     loss: float  # mean cross-entropy
