@@ -83,7 +83,7 @@ def main() -> int:
     """Search, train in full, and compare."""
     args = bench.parser(__doc__, reads_data=True).parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
-    train, test = ((splits[name].texts, splits[name].labels) for name in ("train", "test"))
+    train, test = ((splits[n].texts, list(splits[n].labels)) for n in ("train", "test"))
     runs = read_groups(LOGS)[GROUP][RUN]
     if len(train[0]) != (rows := runs[0][0]["samples"]):
         raise InputError(f"--data_dir: {len(train[0])} rows to train on; the logs are of {rows}")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backends.cuda_graph import RECORDED_OPTIMIZERS
-from cli.flag_parser import ON, Not, Values, conditions_in_words, holds
+from cli.flag_parser import OFF, ON, Not, Values, conditions_in_words, holds
 from cli.settings import WIRE_BITS
 from errors import InputError
+from input_pipeline import own_data
 
 SHARDED = {"parallel": ("fsdp", "hsdp")}
 GRAPH = {"backend": ("cudagraph",)}
@@ -64,6 +65,14 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- a frozen network
     ([{"lora": ON}], [{"freeze": ON}, {"layer_decay": Not((1.0,))}, SHARDED, {"fuse": ON}, APEX],
      "it freezes the network and trains what it adds to the layers; leave one of them out"),
+    # ---- several labels a row
+    ([{"label_separator": ON}], [{"dataset": Not(own_data.DATASETS)}],
+     "each row of that data has one label; leave it out"),
+    ([{"label_separator": ON}], [{"balanced_sampling": ON}, {"label_noise": ON},
+                                 {"mixup": ("inter_class", "intra_class", "meta")}],
+     "it needs one label a row; leave it out, or use --class_weights balanced or --mixup mixup"),
+    ([{"best_by": ("map", "micro_f1")}], [{"label_separator": OFF}],
+     "it is measured where rows may have several labels; use --best_by accuracy or macro_f1"),
     # ---- precision and layers
     ([APEX], NOISE, "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],

@@ -57,7 +57,7 @@ class Data:
         eval_sets: 'test', or 'val' (own data, or --val_fraction), or both.
         metadata: plain values that a checkpoint keeps for inference: class names and what
             preprocessing needs.
-        labels: (rows,) class numbers of the training set.
+        labels: (rows,) class numbers of the training set; or (rows, classes) of 0 and 1.
         held_out: the rows of `policy_rows`, from which a mixing policy learns.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
     """
@@ -152,8 +152,13 @@ def choose_rows(
         chosen.lines.extend(note for split in splits.values() for note in split.notes)
         if has_val and settings.val_fraction:
             chosen.lines.append("no training rows are held out: the data has val rows")
-        of = {name: torch.as_tensor(each.labels).tolist() for name, each in chosen.splits.items()}
-        chosen.lines.extend(own_data.class_table(classes, of))
+        of = {name: torch.as_tensor(each.labels) for name, each in chosen.splits.items()}
+        numbers = {name: class_numbers(labels).tolist() for name, labels in of.items()}
+        chosen.lines.extend(own_data.class_table(classes, numbers))
+        if settings.label_separator:
+            bare = {name: len(each) - int(each.any(1).sum()) for name, each in of.items()}
+            said = (f"{bare[name]} of {len(each)} in {name}" for name, each in of.items())
+            chosen.lines.append(f"rows without a label: {', '.join(said)}")
     before, now = redrawn.get("--val_fraction", (0, settings.val_fraction))
     has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
     if redrawn and holds_out(settings, splits) and not has_fewer:
@@ -174,17 +179,24 @@ def choose_rows(
     return chosen
 
 
+def class_numbers(labels: Tensor) -> Tensor:
+    """The class numbers of rows, of several labels those of each row in turn."""
+    return labels if labels.ndim == 1 else labels.nonzero()[:, 1]
+
+
 def split_rows(settings: Settings, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
     """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'.
 
     Args:
-        labels: (rows,) of the training set.
+        labels: (rows,) of the training set; (rows, classes) of several labels are not balanced.
         has_val: the data set has a validation set of its own, which is used instead.
     Raises:
         InputError: there is no validation set, and a flag needs one, or no rows are left.
     """
     check_validation_set(settings, has_val or bool(settings.val_fraction))
     rows = torch.arange(len(labels))
+    if labels.ndim > 1:
+        labels = torch.zeros_like(rows)  # as of one class
     if settings.subset < 1:
         rows, _ = stratified_rows(labels, settings.subset, seed=settings.seed)
     if has_val or not settings.val_fraction:
@@ -253,7 +265,7 @@ def report_baseline(
         return known
     is_wanted = settings.baseline
     if is_wanted is None:
-        few = len(torch.as_tensor(splits["train"].labels).unique()) <= MOST_CLASSES
+        few = len(class_numbers(torch.as_tensor(splits["train"].labels)).unique()) <= MOST_CLASSES
         is_wanted = few and settings.dataset in own_data.DATASETS
     if settings.evaluate or not is_wanted:
         return {}

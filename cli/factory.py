@@ -24,7 +24,7 @@ from backends import device, execution, onnx_runtime, torch_compat
 from backends.machine import commit_or_none, describe_machine, device_name
 from backends.precision import choose_precision
 from cli import compatibility
-from cli.data import Data, Run, policy_rows
+from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import OPTIMIZERS
 from cli.options import create_lr_schedule, uses_trained_model
@@ -48,7 +48,7 @@ from training.checkpoint import Checkpoint
 from training.classifier import Classifier
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
 from training.export import export
-from training.losses import CrossEntropy, LossFn, MixedCrossEntropy
+from training.losses import BinaryCrossEntropy, CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.predictions import Sample
 from training.progress import EarlyStop
@@ -225,22 +225,29 @@ def create_optimizer(settings: Settings, run: Run, model: nn.Module) -> torch.op
 def class_weights(settings: Settings, run: Run, data: Data) -> Tensor | None:
     """The factors of --class_weights, (classes,) of mean 1 over the rows that are drawn, or None.
 
+    Of several labels a row they are factors of the labels that rows have, and balanced makes these
+    weigh as much as those that they lack.
+
     Raises:
         InputError: they name a class that the data does not have.
     """
     given, classes = settings.class_weights, data.metadata["classes"]
     if given is None:
         return None
-    counts = data.labels.bincount(minlength=len(classes)).double()
+    is_multilabel = data.labels.ndim > 1
+    counts = class_numbers(data.labels).bincount(minlength=len(classes)).double()
     if settings.balanced_sampling:  # which draws the classes equally often
         counts = (counts > 0).double()
     weights = 1 / counts.clamp(min=1)
+    if is_multilabel:
+        weights *= (len(data.labels) - counts).clamp(min=1)
     if isinstance(given, dict):
         weights = torch.ones_like(weights)
         with refused_as("--class_weights"):
             for name, weight in given.items():
                 weights[class_number(name, classes)] = weight
-    weights *= counts.sum() / (weights * counts).sum()
+    if not is_multilabel:
+        weights *= counts.sum() / (weights * counts).sum()
     return weights.float().to(run.world.device)
 
 
@@ -265,7 +272,8 @@ def create_loss(
         sample_mix: how samples are mixed, as `mixup.sample_mix` does.
         meta_mixup: the class of a policy that learns how to mix.
     """
-    unmixed = CrossEntropy(settings.label_smoothing, class_weights(settings, run, data))
+    kind = BinaryCrossEntropy if settings.label_separator else CrossEntropy
+    unmixed = kind(settings.label_smoothing, class_weights(settings, run, data))
     if settings.mixup == "none":
         return Loss(unmixed)
     mixed = partial(MixedCrossEntropy, model_mixes=data.model_mixes, unmixed=unmixed)
@@ -460,6 +468,7 @@ def create_trainer_config(
         time_compute=settings.balance_workers and run.world.size > 1,
         record_cuda_graph=choose_backend(settings, run, batches) == "cudagraph",
         may_fall_back=settings.backend == "auto",
+        is_multilabel=bool(settings.label_separator),
     )
 
 
@@ -511,9 +520,10 @@ def trained_classifier(
 def export_model(settings: Settings, run: Run, file: str) -> None:
     """--export: write the model to a file."""
     found = trained_classifier(settings, run)
-    example = found.card.example()
+    card, example = found.card, found.card.example()
+    how = {**card.export_settings(), "probabilities": card.probabilities}
     with refused_as(f"--export {file}"):
-        export(found.model, example, Path(file), **found.card.export_settings())
+        export(found.model, example, Path(file), **how)
 
 
 def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
@@ -532,6 +542,7 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         world=run.world,
         batch_size=max(MIN_EVAL_BATCH, settings.batch_size),
         count_classes=len(classes),
+        is_multilabel=found.card.is_multilabel,
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )
     if run.world.is_main:
@@ -540,7 +551,8 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         is_new = name == "test" or any(now[split] != before.get(split) for split in now)
         why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""
-        print(f"accuracy on the {EVAL_SET_NAMES[name]} set{over}{why}")
+        what = "each label" if found.card.is_multilabel else "accuracy"
+        print(f"{what} on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(evaluation.class_table(result, classes))
 
 
@@ -565,7 +577,7 @@ def report_predictions(
     for note in notes:
         print(note, file=sys.stderr)
     if not settings.predict_out:
-        predictions.print_predictions(found, trained.classes)
+        predictions.print_predictions(found, trained.card)
         return
-    count = predictions.write_predictions(Path(settings.predict_out), found, trained.classes)
+    count = predictions.write_predictions(Path(settings.predict_out), found, trained.card)
     print(f"{settings.predict_out}: {count} predictions")

@@ -25,6 +25,7 @@ from models.pretrained import SavedModel
 from training import linear_probe
 from training.checkpoint import load_into
 from training.evaluation import EVAL_SET_NAMES
+from training.losses import is_right
 
 MOST_PROBED = 10_000  # rows of a set that a linear probe sees
 
@@ -147,7 +148,7 @@ def probe(
     if not (is_new or keeps):
         return data
     most, world = None if keeps else MOST_PROBED, run.world
-    name = "test" if "test" in data.eval_sets else "val"
+    name, classes = "test" if "test" in data.eval_sets else "val", data.metadata["classes"]
     sets = {**(data.eval_sets if keeps else {name: data.eval_sets[name]}), "train": data.train}
     features = {}
     for key, each in sets.items():
@@ -160,6 +161,7 @@ def probe(
                 world=world,
                 batch_size=MIN_EVAL_BATCH,
                 most=most,
+                multilabel_classes=len(classes) if settings.label_separator else 0,
                 title="features of the network",
             )
         if found is None:
@@ -167,18 +169,16 @@ def probe(
         features[key] = linear_probe.Features(*found, world.device)
     if is_new:
         train, evaluated = features["train"], features[name]
-        fitted = linear_probe.fit_probe(
-            train.features, train.labels, classes=len(data.metadata["classes"])
-        )
+        fitted = linear_probe.fit_probe(train.features, train.labels, classes=len(classes))
         of_main = world.broadcast([each.cpu() for each in fitted])  # a GPU's would stay on that GPU
         weight, bias = (each.to(world.device) for each in of_main)
         with torch.no_grad():
             head.weight.copy_(weight)
             if head.bias is not None:
                 head.bias.copy_(bias)
-            predicted = (evaluated.features.double() @ weight.T + bias).argmax(1)
+            logits, labels = evaluated.features.double() @ weight.T + bias, evaluated.labels
         if world.is_main:
-            accuracy = (predicted == evaluated.labels).double().mean().item()
+            accuracy = is_right(logits, labels).double().mean().item()
             print(
                 f"linear probe: {100 * accuracy:.2f} % on the {EVAL_SET_NAMES[name]} set by "
                 "logistic regression on what the network computes; the classifier begins so",

@@ -214,7 +214,7 @@ def conditions_in_words(values: Values) -> str:
         choices = f"{', '.join(first)} or {last}" if first else last
         if name == "processes":
             words.append("several processes")
-        elif each is OFF:
+        elif each is OFF or list(each) == [None]:
             words.append(f"a run without --{name}")
         elif each is ON or list(each) == [True]:
             words.append(f"--{name}")

@@ -120,6 +120,7 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             interpolation=given.get("interpolation", "bilinear"),
             classes=run.checkpoint.classes if run.checkpoint else (),
             enough=["test", "val"] * settings.evaluate + ["train"] * bool(settings.val_fraction),
+            label_separator=settings.label_separator,
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
     train = chosen["train"]

@@ -84,6 +84,11 @@ def parse(
     settings = parser.kind(**flags)
     validate(settings, script, resumed=found is not None)
     if found is not None:
+        if settings.label_separator and not found.flags.get("label_separator"):
+            raise InputError(
+                f"--label_separator {settings.label_separator}: the run was trained with one label "
+                "a row; train a new one"
+            )
         if settings.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
             found.flags["lr"] *= found.progress["lr_factor"]
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
@@ -180,6 +185,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
         "nesterov": optimizer.nesterov and chosen["momentum"] != 0,
         "warmup": warmup,
         "val_fraction": 0.0,
+        "best_by": "map" if chosen["label_separator"] else "accuracy",
     }
 
 

@@ -134,6 +134,9 @@ class DataSettings:
         metavar="F")
     balanced_sampling: bool = flag(switch, False, "epochs that draw each class equally often, rows "
         "of rare classes several times")
+    label_separator: str | None = flag(str, None, "what separates the labels of a row in csv, "
+        "tsv or jsonl, such as a vertical bar; rows may then have several labels, or none",
+        metavar="TEXT", common=True)
     test: bool = flag(switch, True, "evaluation on the test set; --no-test leaves it alone, as a "
         "search should, and needs a validation set")
     baseline: bool | None = flag(switch, None, "accuracy of a linear model before the first epoch, "
@@ -158,8 +161,8 @@ class TrainingSettings:
     class_weights: str | dict[str, float] | None = flag(weights_of_classes, None,
         "factors of the losses of each class: balanced (all classes count alike), none, or a YAML "
         "file of lines 'class: weight'", metavar="balanced|FILE")
-    best_by: str = flag(Choice(METRIC_NAMES), "accuracy", "what chooses the best epoch, on the "
-        "validation set where there is one")
+    best_by: str = flag(Choice(METRIC_NAMES), None, "what chooses the best epoch, on the "
+        "validation set where there is one (default accuracy; map with --label_separator)")
     patience: int = flag(natural, 0, "epochs without a better one after which the run ends; 0 is "
         "off", metavar="EPOCHS")
     stop_at: float = flag(not_negative, 0.0, "value of --best_by, such as 0.9, at which the run "

@@ -106,7 +106,9 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
         lambda: text_datasets.read_text_splits(
             settings.dataset,
             settings.data_dir,
-            choice=ColumnChoice(settings.label_column, tuple(settings.text_column)),
+            choice=ColumnChoice(
+                settings.label_column, tuple(settings.text_column), settings.label_separator
+            ),
             classes=run.checkpoint.classes if run.checkpoint else (),
             trained=trained_columns(run.checkpoint),
             enough=["test", "val"] * settings.evaluate + ["train"] * bool(settings.val_fraction),

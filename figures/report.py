@@ -41,7 +41,12 @@ from training.progress import device_hours, duration
 from training.run_segments import describe_all
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
-QUANTITIES = {"loss": "loss", "accuracy": "accuracy / %", "macro_f1": "macro-F1 / %"}
+QUANTITIES = {
+    "loss": "loss",
+    "accuracy": "accuracy / %",
+    "macro_f1": "macro-F1 / %",
+    "map": "mean average precision / %",
+}
 CHANGING = {  # columns of metrics.jsonl that are drawn if they change
     "lr": "learning rate of the last step",
     "batch_size": "global batch / samples",

@@ -34,11 +34,17 @@ class Baseline:
     """What a linear model reached."""
 
     features: str  # what it saw, in words
-    accuracy: float  # on the evaluation set, in 0..1
+    accuracy: float  # on the evaluation set, in 0..1; with metric 'map' mean average precision
     largest_class: float  # share of the evaluation set that its largest class has
+    metric: str = "accuracy"  # what was measured: 'map' where rows may have several labels
 
     def line(self, eval_set: str) -> str:
         """The result in words; `eval_set` is test or validation."""
+        if self.metric == "map":
+            return (
+                f"baseline: {self.features} with a logistic regression for each label, mAP "
+                f"{100 * self.accuracy:.2f} % on the {eval_set} set"
+            )
         return (
             f"baseline: {self.features} with logistic regression {100 * self.accuracy:.2f} % on "
             f"the {eval_set} set, its largest class {100 * self.largest_class:.2f} %"
@@ -70,9 +76,9 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
     return fit(
         "TF-IDF",
         inputs,
-        train.labels,
+        torch.as_tensor(train.labels),
         eval_inputs=eval_inputs,
-        eval_labels=evaluated.labels,
+        eval_labels=torch.as_tensor(evaluated.labels),
         strength=10,
     )
 
@@ -86,9 +92,9 @@ def image_baseline(train: ImageSplit, evaluated: ImageSplit, *, decoder: FileDec
     return fit(
         "small images",
         ((inputs - mean) / std).numpy(),
-        train.labels.tolist(),
+        train.labels,
         eval_inputs=((eval_inputs - mean) / std).numpy(),
-        eval_labels=evaluated.labels.tolist(),
+        eval_labels=evaluated.labels,
         strength=0.01,
     )
 
@@ -96,24 +102,40 @@ def image_baseline(train: ImageSplit, evaluated: ImageSplit, *, decoder: FileDec
 def fit(
     features: str,
     inputs: Any,
-    labels: list[int],
+    labels: Tensor,
     *,
     eval_inputs: Any,
-    eval_labels: list[int],
+    eval_labels: Tensor,
     strength: float,
 ) -> Baseline:
-    """Fit a logistic regression of (rows, features) inputs; `strength` is sklearn's C."""
+    """Fit a logistic regression of (rows, features) inputs, or one for each of several labels.
+
+    Args:
+        labels, eval_labels: (rows,) or (rows, classes).
+        strength: sklearn's C.
+    """
     from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import average_precision_score
+    from sklearn.multiclass import OneVsRestClassifier
 
-    model = LogisticRegression(C=strength, tol=1e-3) if len(set(labels)) > 1 else DummyClassifier()
+    is_multilabel, counts = labels.ndim > 1, eval_labels.unique(return_counts=True)[1]
+    model: Any = LogisticRegression(C=strength, tol=1e-3)
+    if is_multilabel:
+        model = OneVsRestClassifier(model)
+    elif len(labels.unique()) < 2:
+        model = DummyClassifier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # 100 iterations are enough here
-        model.fit(inputs, labels)
+        model.fit(inputs, labels.numpy())
+    if is_multilabel:
+        pairs = zip(eval_labels.T.numpy(), model.decision_function(eval_inputs).T)
+        found = [average_precision_score(*pair) for pair in pairs if pair[0].any()]
+        return Baseline(features, sum(found) / max(len(found), 1), 0.0, metric="map")
     return Baseline(
         features,
-        accuracy=float(model.score(eval_inputs, eval_labels)),
-        largest_class=max(map(eval_labels.count, set(eval_labels))) / len(eval_labels),
+        accuracy=float(model.score(eval_inputs, eval_labels.numpy())),
+        largest_class=counts.max().item() / len(eval_labels),
     )
 
 

@@ -14,12 +14,15 @@ import io
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from errors import InputError
 from input_pipeline.own_data import list_names, normal_form, shorten
@@ -47,10 +50,11 @@ TEXT_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class ColumnChoice:
-    """The columns that the user chose: names in the header, or numbers from 1 on."""
+    """The columns that the user chose, by name or number from 1 on, and what is between labels."""
 
     label: str | None = None  # the column of the label; None to find it
     texts: tuple[str, ...] = ()  # the columns of the text, which are joined; empty to find them
+    separator: str | None = None  # of the labels in a cell; None where a row has one label
 
 
 NO_CHOICE = ColumnChoice()
@@ -66,6 +70,7 @@ class CsvTable:
         header: the names of the columns; empty where the file has no header row.
         label, texts: positions of the label and of the texts in a row, from 0 on.
         read: begins to read the rows, the header among them.
+        separator: as of `ColumnChoice`.
     """
 
     path: Path
@@ -73,6 +78,27 @@ class CsvTable:
     label: int
     texts: tuple[int, ...]
     read: Callable[[], Rows]
+    separator: str | None = None
+    known: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the labels of each cell
+
+    def labels_of(self, number: int, row: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels of a row, of which there is one unless they have a separator.
+
+        Args:
+            number: of the row in the file.
+        Raises:
+            InputError: it has none, and needs one.
+        """
+        cell = row[self.label]
+        if cell not in self.known:  # rows of the same labels share the names
+            parts = [cell] if self.separator is None else cell.split(self.separator)
+            self.known[cell] = tuple(filter(None, map(normal_form, parts)))
+        if not self.known[cell] and self.separator is None:
+            raise InputError(
+                f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
+                "empty; fill it in or delete the row"
+            )
+        return self.known[cell]
 
     def rows(self, *, to_classify: bool = False) -> Rows:
         """Yield the number in the file, from 1 on, and the columns of each row of data.
@@ -105,7 +131,7 @@ class CsvTable:
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
 
-    def describe(self) -> str:
+    def describe(self, what: str = "text") -> str:
         """Say in one line which columns are read as what, and which of a header are not read."""
         header = "row 1 is the header" if self.header else "no header row"
         if self.path.suffix.lower() == ".jsonl":
@@ -114,7 +140,7 @@ class CsvTable:
         label = f"the label is {self.describe_column(self.label)}, " if self.label >= 0 else ""
         unread = [i for i in range(len(self.header)) if i not in (self.label, *self.texts)]
         left_out = f"; left out: {list_names([*map(self.describe_column, unread)])}"
-        return f"{self.path}: {header}; {label}the text {texts}{left_out if unread else ''}"
+        return f"{self.path}: {header}; {label}the {what} {texts}{left_out if unread else ''}"
 
     def describe_column(self, position: int) -> str:
         """Name a column by its number from 1 on and by its name in the header."""
@@ -163,29 +189,22 @@ def open_table(
         InputError: the file is missing, empty or broken, or it is not clear which of its columns
             are label and text.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        read = partial(read_json_lines, path, names_of_objects(path))
-    else:
-        lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
-        found = (match[0] for line in lines for match in SEPARATORS[suffix].finditer(line))
-        alone = "\t" if suffix == ".tsv" else ","  # of a single column
-        separator = next((each for each in found if len(each) == 1), alone)
-        read = partial(read_rows, path, separator, least=1 + has_label)
+    separator = choice.separator
+    read = table_reader(path, separator, has_label=has_label)
     _, first = next(read())
     own = list(map(normalise, first))
     known = tuple(name for name in trained.texts if own.count(normalise(name)) == 1)
     if is_known := bool(known) and (known == trained.texts or not has_label):
         is_there = trained.label and own.count(normalise(trained.label)) == 1
         name = trained.label if is_there else choice.label
-        choice = ColumnChoice(name if has_label else None, known)
+        choice = replace(choice, label=name if has_label else None, texts=known)
     names_columns = bool(train.header) if train else is_known or is_header(read(), choice)
-    header = first if names_columns or suffix == ".jsonl" else []
+    header = first if names_columns or path.suffix.lower() == ".jsonl" else []
     if train and header and own == list(map(normalise, train.header)):
-        return CsvTable(path, header, train.label, train.texts, read)
+        return CsvTable(path, header, train.label, train.texts, read, separator)
     if train and train.header and header:
         names = [train.header[position] for position in train.texts]
-        choice = ColumnChoice(train.header[train.label], tuple(names))
+        choice = replace(choice, label=train.header[train.label], texts=tuple(names))
         if normalise(str(choice.label)) not in own and {*own}.issuperset(map(normalise, names)):
             raise InputError(
                 f"{path}: has no column {choice.label}, the label of {train.path}; where rows have "
@@ -193,10 +212,60 @@ def open_table(
                 "--predict"
             )
     label, texts = find_columns(path, header, choice, num_columns=len(first), has_label=has_label)
-    return CsvTable(path, header, label, texts, read)
+    return CsvTable(path, header, label, texts, read, separator)
+
+
+# -------------------------------------------------------------------- classes
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Return the names of classes in sorted order, numbers before words."""
+    return sorted(names, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name))
+
+
+def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
+    """Convert a label to a class number.
+
+    Raises:
+        InputError: the label is not known.
+    """
+    if label not in numbers:
+        raise InputError(
+            f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
+            f"{list_names(list(numbers))}"
+        )
+    return numbers[label]
+
+
+def multi_hot(labels: Sequence[Sequence[str]], numbers: Mapping[str, int]) -> Tensor:
+    """Return (rows, classes) uint8: 1 where a row has the label of the class, else 0."""
+    targets = torch.zeros(len(labels), len(numbers), dtype=torch.uint8)
+    for row, names in zip(targets.numpy(), labels):
+        row[[numbers[name] for name in names]] = 1
+    return targets
 
 
 # -------------------------------------------------------------------- rows of a file
+
+
+def table_reader(
+    path: Path, label_separator: str | None = None, *, has_label: bool = True
+) -> Callable[[], Rows]:
+    """Return what begins to read the rows of a file; see `open_table`.
+
+    Args:
+        label_separator: as of `ColumnChoice`. It does not separate columns, unless it is a comma or
+            the only one; the cells of several labels are quoted there.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        return partial(read_json_lines, path, names_of_objects(path), label_separator)
+    lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
+    found = (match[0] for line in lines for match in SEPARATORS[suffix].finditer(line))
+    alone = "\t" if suffix == ".tsv" else ","  # of a single column
+    not_meant = label_separator if label_separator != "," else None
+    separator = next((each for each in found if len(each) == 1 and each != not_meant), alone)
+    return partial(read_rows, path, separator, least=1 + has_label)
 
 
 def utf8_lines(path: Path) -> Iterator[str]:
@@ -296,13 +365,17 @@ def names_of_objects(path: Path) -> list[str]:
     return names
 
 
-def read_json_lines(path: Path, names: list[str]) -> Rows:
+def read_json_lines(path: Path, names: list[str], label_separator: str | None = None) -> Rows:
     """Yield the names of all objects as row 0, and the values of the object of each line.
 
-    Null, NaN and [] are empty, lists and objects `NESTED`; others but strings are as in JSON.
+    Null, NaN and [] are empty, lists and objects `NESTED`; others but strings are as in JSON. With
+    a separator of labels it joins the strings of a list.
     """
 
     def cell(value: Any) -> str:
+        is_names = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if label_separator is not None and is_names:
+            value = label_separator.join(value)
         if value is None or isinstance(value, list | dict):
             return NESTED if value else ""
         text = value if isinstance(value, str) else json.dumps(value)

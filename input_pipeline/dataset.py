@@ -43,7 +43,8 @@ class BatchedDataset(Protocol):
                 nothing else: a resumed run and a run with other ranks then see the same inputs.
         Yields:
             inputs: (batch, ...), what the model takes, on the training device.
-            labels: (batch,) int64, class numbers from 0 on, on the training device.
+            labels: (batch,) int64, class numbers from 0 on, on the training device; or (batch,
+                classes) uint8, 1 for each label of a row, where it may have several.
         Raises:
             InputError: a row cannot be read; the message names the file and the remedy.
         """

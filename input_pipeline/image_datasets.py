@@ -27,12 +27,23 @@ from torch.utils.data import get_worker_info
 
 from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
+from input_pipeline.csv_tables import (
+    LABEL_NAMES,
+    SUFFIXES,
+    CsvTable,
+    class_number,
+    multi_hot,
+    normalise,
+    sort_classes,
+    table_reader,
+)
 from input_pipeline.own_data import (
     LeftOut,
     find_splits,
     is_hidden,
     is_used,
     list_files,
+    list_names,
     needed_splits,
     normal_form,
     unread_splits,
@@ -55,7 +66,8 @@ class ImageSplit:
     """The training or the test split: labels, and either the pixels or the files that hold them.
 
     Attributes:
-        labels: (rows,) int64 class numbers.
+        labels: (rows,) int64 class numbers; or (rows, classes) uint8, 1 for each label of a row,
+            where it may have several or none.
         pixels: (rows, height, width, channels) uint8, or None.
         files: (rows,) paths as bytes, all of the same width, or None.
         size: pixels a side.
@@ -116,6 +128,7 @@ def read_image_splits(
     interpolation: str = "bilinear",
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
+    label_separator: str | None = None,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
@@ -125,7 +138,7 @@ def read_image_splits(
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
         interpolation: as of `ImageSplit`.
         classes: of 'folder': the classes of a trained model; empty to take those of the folders.
-        enough: of 'folder': see `needed_splits`.
+        enough, label_separator: of 'folder': see `needed_splits` and `read_folder`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -134,7 +147,13 @@ def read_image_splits(
     """
     if name == "folder":
         size = image_size or FOLDER_IMAGE_SIZE
-        splits, names = read_folder(Path(data_dir), size, classes=classes, enough=enough)
+        splits, names = read_folder(
+            Path(data_dir),
+            size,
+            classes=classes,
+            enough=enough,
+            label_separator=label_separator,
+        )
     else:
         splits, names = read_digits() if name == "digits" else read_torchvision(name, data_dir)
     for split in splits.values():
@@ -202,34 +221,105 @@ def image_suffixes() -> frozenset[str]:
 
 
 def read_folder(
-    root: Path, size: int, *, classes: Sequence[str] = (), enough: Sequence[str] = ()
+    root: Path,
+    size: int,
+    *,
+    classes: Sequence[str] = (),
+    enough: Sequence[str] = (),
+    label_separator: str | None = None,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """List the images of a folder, which are decoded later.
 
-    The images are root/train/CLASS/*, and likewise below test/ and below val/ or validation/. A
-    folder without these three holds root/CLASS/*: a training set alone.
+    The images are root/train/CLASS/*, or those that root/train.csv names (see `list_table`), and
+    likewise of test and of val or validation. A folder without these three holds root/CLASS/*: a
+    training set alone.
 
     Args:
         root: the folder.
         size: pixels a side to which images are scaled and cropped.
-        classes: of a trained model; empty to take the names of the folders in train/, sorted.
+        classes: of a trained model; empty to take the names of the folders in train/, or the
+            labels of train.csv, sorted.
         enough: see `needed_splits`.
+        label_separator: of the labels of a row of a table; None where each has one.
     Returns:
         The splits that are there, and the classes.
     Raises:
         InputError: a folder is missing or empty, or test/ or val/ has a class that train/ lacks.
     """
-    paths = needed_splits(root, enough=enough)
+    paths = needed_splits(root, ("", *SUFFIXES), enough=enough)
+    tables = {
+        split: open_image_table(path, label_separator)
+        for split, path in paths.items()
+        if path.is_file()
+    }
+    if label_separator is not None and (folders := set(paths) - set(tables)):
+        raise InputError(
+            f"{paths[folders.pop()]}: an image in the folder of its class has one label; list the "
+            "images in a table of that name, as .csv with the columns image and label"
+        )
     names = list(classes)
-    if not names:
+    if not names and (table := tables.get("train")):
+        names = sort_classes(
+            {n for number, row in table.rows() for n in table.labels_of(number, row)}
+        )
+    elif not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
     if len(names) < 2:
+        what = "classes" if "train" in tables else "class folders"
         raise InputError(
-            f"{paths['train']} has {len(names)} class folders; classification needs two or more"
+            f"{paths['train']} has {len(names)} {what}; classification needs two or more"
         )
-    splits = {split: list_split(path, names, size=size) for split, path in paths.items()}
-    splits["train"].notes += tuple(unread_splits(root, paths, ("",)))
+    splits = {
+        split: list_table(tables[split], names, size=size)
+        if split in tables
+        else list_split(path, names, size=size)
+        for split, path in paths.items()
+    }
+    splits["train"].notes += tuple(unread_splits(root, paths, ("", *SUFFIXES)))
     return splits, names
+
+
+def open_image_table(path: Path, label_separator: str | None) -> CsvTable:
+    """Find the columns of a table of images: image and label, by their names in the first row.
+
+    Raises:
+        InputError: the file is broken, or has no such columns.
+    """
+    read = table_reader(path, label_separator)
+    _, header = next(read())
+    names = list(map(normalise, header))
+    labels = [number for number, name in enumerate(names) if name in LABEL_NAMES]
+    if names.count("image") != 1 or len(labels) != 1:
+        raise InputError(
+            f"{path}: the first row must name the columns image and label (it has "
+            f"{list_names(header)}); name them so, or move the file away"
+        )
+    return CsvTable(path, header, labels[0], (names.index("image"),), read, label_separator)
+
+
+def list_table(table: CsvTable, classes: Sequence[str], *, size: int) -> ImageSplit:
+    """List the images of a table, whose paths are relative to it.
+
+    Raises:
+        InputError: a row is broken, its label is unknown, or its image is missing.
+    """
+    numbers = {normal_form(name): number for number, name in enumerate(classes)}
+    labels, files = [], []
+    for number, row in table.rows():
+        labels.append(table.labels_of(number, row))
+        for label in labels[-1]:
+            class_number(label, numbers, path=table.path, row=number)
+        files.append(os.path.join(table.path.parent, row[table.texts[0]].strip()))
+        if not os.path.isfile(files[-1]):
+            raise InputError(
+                f"{table.path}, row {number}: there is no image {files[-1]}; correct the path, "
+                "which is relative to the table, or delete the row"
+            )
+    if table.separator is None:
+        found = torch.tensor([numbers[name] for (name,) in labels])
+    else:
+        found = multi_hot(labels, numbers)
+    return ImageSplit(found, files=paths_array(files), size=size, notes=(table.describe("image"),))
 
 
 def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:

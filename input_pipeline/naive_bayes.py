@@ -26,7 +26,7 @@ def naive_bayes_scores(
 
     p(t | c) is proportional to one plus the number of rows of class c that contain t (multinomial
     naive Bayes on binary counts with add-one smoothing). df(t) is the number of rows of all classes
-    that contain t.
+    that contain t. Where rows may have several labels, the mean over c is the log p(t | not c).
 
     Args:
         without: rows of the split that are not to count.
@@ -36,20 +36,30 @@ def naive_bayes_scores(
     """
     if vocab_size * classes > MOST_SCORES:
         return None
+    is_multilabel = data.labels.ndim > 1
     counts, rows = _count(data, vocab_size, classes), len(data)
     if without is not None:
         counts, rows = counts - _count(without, vocab_size, classes), rows - len(without)
+    of_all = counts[:, -1:] if is_multilabel else counts.sum(1, keepdim=True)
+    counts = counts[:, :classes]
     log_probabilities = ((counts + 1) / (counts + 1).sum(0)).log()
-    rarity = ((1 + rows) / (1 + counts.sum(1, keepdim=True))).log()
-    scores = (log_probabilities - log_probabilities.mean(1, keepdim=True)) * rarity
+    rarity = ((1 + rows) / (1 + of_all)).log()
+    others = log_probabilities.mean(1, keepdim=True)
+    if is_multilabel:
+        others = ((of_all - counts + 1) / (of_all - counts + 1).sum(0)).log()
+    scores = (log_probabilities - others) * rarity
     scores[: len(SPECIAL_TOKENS)] = 0
     return scores.float()
 
 
 def _count(data: TextDataset, vocab_size: int, classes: int) -> Tensor:
-    """Number of rows of each class that contain a token, (vocab_size, classes) float64."""
-    counts, end = torch.zeros(vocab_size, classes, dtype=torch.float64), 0
-    all_labels = data.labels.cpu()
+    """Number of rows of each class that contain a token, (vocab_size, classes) float64.
+
+    Where rows may have several labels, a last column counts all rows.
+    """
+    all_labels, end = data.labels.cpu(), 0
+    is_multilabel = all_labels.ndim > 1
+    counts = torch.zeros(vocab_size, classes + is_multilabel, dtype=torch.float64)
     for lengths, labels in zip(data.lengths.split(CHUNK_ROWS), all_labels.split(CHUNK_ROWS)):
         start, end = end, end + int(lengths.sum())
         row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -57,5 +67,8 @@ def _count(data: TextDataset, vocab_size: int, classes: int) -> Tensor:
         pairs = torch.unique(pairs)  # each (row, token) pair once
         token, label = pairs % vocab_size, labels[pairs // vocab_size]
         ones = torch.ones(len(pairs), dtype=torch.float64)
+        if is_multilabel:
+            counts.index_add_(0, token, torch.cat([label.double(), ones[:, None]], 1))
+            continue
         counts.index_put_((token, label), ones, accumulate=True)
     return counts

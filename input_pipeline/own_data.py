@@ -85,7 +85,7 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
 
     Args:
         root: the folder.
-        suffixes: of the files, in lower case; "" for folders.
+        suffixes: of the files, in lower case; "" for folders, beside which a file comes first.
     Returns:
         The paths of 'train', 'test' and 'val', as far as they are there, in this order.
     Raises:
@@ -94,7 +94,6 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     if root.is_file():
         raise InputError(f"--data_dir {root}: is a file; give the folder that contains it")
     entries = sorted(root.iterdir()) if root.is_dir() else []
-    is_wanted = Path.is_dir if "" in suffixes else Path.is_file  # a pipe would be waited for
     paths = {}
     for split, names in SPLIT_NAMES.items():
         candidates = {f"{name}{suffix}" for name in names for suffix in suffixes}
@@ -104,7 +103,8 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
                 f"{dangling[0]}: is a link to nothing, and would be the {split} split; fetch what "
                 "it links to, or delete it"
             )
-        present = [entry for entry in named if is_wanted(entry)]
+        files = [each for each in named if each.is_file()]  # a pipe would be waited for
+        present = files or [each for each in named if "" in suffixes and each.is_dir()]
         if len(present) > 1:
             raise InputError(
                 f"{present[0]} and {present[1].name} are both there: both would be the {split} "
@@ -144,10 +144,16 @@ def needed_splits(
 
 def unread_splits(root: Path, paths: Mapping[str, Path], suffixes: Sequence[str]) -> list[str]:
     """Say in a line what lies beside the splits: names like train.csv.gz, or without splits all."""
-    beside = sorted(path.name for path in root.glob("[!.]*") if path not in paths.values())
+    is_listed = "" in suffixes and any(path.is_file() for path in paths.values())
+    beside = sorted(
+        path.name
+        for path in root.glob("[!.]*")
+        if path not in paths.values() and not (is_listed and path.is_dir())
+    )
     splits = "|".join(sum(SPLIT_NAMES.values(), ()))
     like = [name for name in beside if re.match(rf"({splits})([\W\d_]|$)", name.lower())]
-    names, read = like if like or paths else beside, ", ".join(suffixes) or "folders"
+    names = like if like or paths else beside
+    read = ", ".join(suffix or "folders" for suffix in suffixes)
     return [f"{root}: train, test, val are {read}; not read: {list_names(names)}"] if names else []
 
 
@@ -273,7 +279,8 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
     if len(several := combined_labels(classes)) > MANY * len(classes):
         lines.append(
             f"warning: {len(several)} of the {len(classes)} classes look like several labels, such "
-            f"as {shorten(several[0])!r}; each combination is taken for a class of its own"
+            f"as {shorten(several[0])!r}; each combination is taken for a class of its own, unless "
+            "the separator of the labels is given"
         )
     return lines
 

@@ -45,7 +45,7 @@ class TextDataset:
         tokens: (sum of lengths,) int32 on the device, the token ids of all rows in a line; the
             CPU maps the file.
         starts: (rows,) int64 on the device, position of each row's first token in `tokens`.
-        labels: (rows,) int64 on the device.
+        labels: (rows,) int64 or (rows, classes) uint8 on the device.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TextDataset:
             self.token_file.write(ids)
             lengths.append(len(ids))
         self.lengths = torch.frombuffer(lengths, dtype=torch.int64)
-        self.labels = torch.tensor(split.labels)
+        self.labels = torch.as_tensor(split.labels)
 
     def to(self, device: torch.device) -> TextDataset:
         """Put tokens and labels where batches are made; returns the data set."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import html
 import re
-import sys
 import unicodedata
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -32,10 +31,12 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    is_number,
+    class_number,
+    multi_hot,
     normalise,
     open_table,
     read_rows,
+    sort_classes,
     utf8_lines,
 )
 from input_pipeline.own_data import (
@@ -72,13 +73,14 @@ class TextSplit:
     """The rows of one split.
 
     Attributes:
-        labels: the class number of each row.
+        labels: the class number of each row; or (rows, classes) uint8, 1 for each label of a row,
+            where it may have several or none.
         texts: the cleaned text of each row.
         notes: what a user should know of how the file was read, a line each.
         columns: names of its columns, where the file has a header.
     """
 
-    labels: list[int]
+    labels: Sequence[int] | Tensor
     texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
     columns: ColumnChoice = field(default=NO_CHOICE, compare=False)
@@ -89,7 +91,9 @@ class TextSplit:
     def select_rows(self, rows: Sequence[int] | Tensor) -> TextSplit:
         """Return a split of the given rows, in that order."""
         rows = torch.as_tensor(rows).tolist()
-        return TextSplit([self.labels[row] for row in rows], self.texts.select_rows(rows))
+        labels = self.labels
+        chosen = labels[rows] if isinstance(labels, Tensor) else [labels[row] for row in rows]
+        return TextSplit(chosen, self.texts.select_rows(rows))
 
     def marks(self) -> bytes:
         """The lengths of the texts, which tell other rows apart without reading the texts again."""
@@ -160,11 +164,11 @@ def read_headlines() -> dict[str, TextSplit]:
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
     numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
-    split = TextSplit([], StoredTexts())
+    labels, texts = [], StoredTexts()
     for number, row in read_rows(path, columns=3):
-        split.labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
-        split.texts.append(clean_text(" ".join(row[1:])))
-    return split
+        labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
+        texts.append(clean_text(" ".join(row[1:])))
+    return TextSplit(labels, texts)
 
 
 # -------------------------------------------------------------------- own csv files
@@ -199,15 +203,9 @@ def read_own_csv(
         numbers = {normal_form(name): number for number, name in enumerate(names)}
         labels, texts, empty = [], StoredTexts(), []
         for number, row in table.rows():
-            label = sys.intern(normal_form(row[table.label]))  # once for all rows of the class
-            if not label:
-                raise InputError(
-                    f"{path}, row {number}: the label ({table.describe_column(table.label)}) is "
-                    "empty; fill it in or delete the row"
-                )
-            if names:
+            labels.append(table.labels_of(number, row))
+            for label in labels[-1] if names else ():
                 class_number(label, numbers, path=path, row=number)
-            labels.append(label)
             texts.append(clean_text(" ".join(row[i] for i in table.texts)))
             if not texts.sizes[-1]:
                 empty.append(number)
@@ -225,18 +223,17 @@ def read_own_csv(
         columns = NO_CHOICE
         if header := table.header:
             columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
-        numbered = [numbers[label] for label in labels]
+        is_multilabel = choice.separator is not None
+        numbered = multi_hot(labels, numbers) if is_multilabel else [numbers[n] for (n,) in labels]
         splits[split] = TextSplit(numbered, texts, tuple(notes), columns)
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
 
 
 def name_classes(
-    labels: Sequence[str], texts: Sequence[str], table: CsvTable, *, is_chosen: bool
+    labels: Sequence[tuple[str, ...]], texts: Sequence[str], table: CsvTable, *, is_chosen: bool
 ) -> list[str]:
-    """Return the classes of own data: the different labels of the training file.
-
-    They are in sorted order, numbers before words.
+    """Return the classes of own data: the different labels of the training file, sorted.
 
     Args:
         labels, texts: of each row.
@@ -247,23 +244,24 @@ def name_classes(
             that of a first row alone; or that of the first row or of a usual name with one word as
             its text however often, unless the columns are chosen or rows are objects.
     """
-    counts = Counter(labels)
+    counts = Counter(chain.from_iterable(labels))
+    first = next(iter(counts), "")
     where = f"{table.path}: {table.describe_column(table.label)} was read as the label and"
     if len(counts) < 2:
         raise InputError(
-            f"{where} has only one value, {labels[0]!r}; classification needs two classes or "
+            f"{where} has only one value, {first!r}; classification needs two classes or "
             "more (choose another column with --label_column)"
         )
     if len(labels) >= MIN_CHECKED_ROWS and len(counts) > MAX_CLASSES_PER_ROW * len(labels):
         raise InputError(
             f"{where} has {len(counts)} different values in {len(labels)} rows, too many to be "
-            f"classes (such as {shorten(labels[0])!r}); choose the column of the label with "
+            f"classes (such as {shorten(first)!r}); choose the column of the label with "
             "--label_column"
         )
-    own = normal_form(table.header[table.label]) if table.header else labels[0]
+    own = normal_form(table.header[table.label]) if table.header else first
     suspects = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
     for name in [name for name in counts if suspects.intersection([name, normalise(name)])]:
-        places = [place for place, label in enumerate(labels) if label == name]
+        places = [place for place, label in enumerate(labels) if name in label]
         words = {texts[place] for place in places}
         is_header = len(words) == 1 == len(next(iter(words)).split())
         is_header = is_header and not is_chosen and table.path.suffix.lower() != ".jsonl"
@@ -276,23 +274,7 @@ def name_classes(
                 "and --text_column, or delete it below another header; if it is data, let the "
                 "first row be a header such as label,text, and name the columns as well"
             )
-    return sorted(
-        counts, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name)
-    )
-
-
-def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
-    """Convert a label to a class number.
-
-    Raises:
-        InputError: the label is not known.
-    """
-    if label not in numbers:
-        raise InputError(
-            f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
-            f"{list_names(list(numbers))}"
-        )
-    return numbers[label]
+    return sort_classes(counts)
 
 
 # -------------------------------------------------------------------- files

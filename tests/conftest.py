@@ -1,9 +1,11 @@
 """Fixtures of several files: real data sets, finished runs, and calls that must be refused."""
 
 import contextlib
+import csv
 import inspect
 import io
 import itertools
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -24,11 +26,13 @@ from backends import device
 from budget import COLD_STARTS
 from cli import options
 from cli.settings import Settings
+from input_pipeline.text_datasets import AGNEWS_CLASSES, read_headlines
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SHORT = "--epochs 1 --bs 32 --device cpu --precision fp32 --threads 1"
 IMAGES = f"--dataset digits --arch resnet20 --subset 0.1 {SHORT}"
 TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}"
+LABELS = f"--dataset csv --label_separator | --width 8 --heads 2 --depth 1 {SHORT} --bs 8"
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
 
 
@@ -137,6 +141,19 @@ def write_images(
         for number in range(rows):
             pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / part / name / f"{number:02}.png")
+    return folder
+
+
+def write_headlines(folder: Path) -> Path:
+    """Headlines with several labels: their class, unless it is Sports, and whether of digits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, split in read_headlines().items():
+        with open(folder / f"{part}.csv", "w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["text", "label"])
+            for number, text in zip(split.labels, split.texts):
+                names = [AGNEWS_CLASSES[number]] * (number != 1)
+                rows.writerow([text, " | ".join(names + ["digits"] * bool(re.search(r"\d", text)))])
     return folder
 
 

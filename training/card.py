@@ -24,11 +24,32 @@ from training.export import LARGEST_BATCH
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageCard:
+class Outputs:
+    """What the outputs of a network mean."""
+
+    classes: Sequence[str]  # names, in the order of the outputs
+    label_separator: str | None = None  # of the labels of a sample; None where each has one
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether a sample may have several labels, or none."""
+        return self.label_separator is not None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probability of each class, (samples, classes)."""
+        return logits.sigmoid() if self.is_multilabel else logits.softmax(1)
+
+    def described(self) -> dict[str, str]:
+        """Return what an exported file says of its outputs, where they are those of labels."""
+        said = "logits; the sigmoid is the probability of each label, set above 0.5"
+        return {"output": said} if self.is_multilabel else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageCard(Outputs):
     """An image model. Images need Pillow and numpy."""
 
     arch: str
-    classes: Sequence[str]  # names, in the order of the outputs
     size: int  # pixels a side of an image
     channels: int  # 3 for colour, 1 for grey
     interpolation: str  # by which images are scaled
@@ -39,7 +60,8 @@ class ImageCard:
     def read(cls, metadata: Mapping[str, Any]) -> ImageCard:
         """Return the card of a checkpoint's metadata."""
         kept = ("classes", "size", "channels", "interpolation", "mean", "std")
-        return cls(arch=metadata["flags"]["arch"], **{name: metadata[name] for name in kept})
+        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
+        return cls(arch=flags["arch"], label_separator=flags.get("label_separator"), **own)
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
@@ -75,17 +97,17 @@ class ImageCard:
         """Return which dimensions of an input may change, and what an exported file says."""
         of_input = "float32 (batch, channels, size, size): (pixel / 255 - mean) / std, RGB or grey"
         names = ("arch", "classes", "channels", "mean", "std", "size", "interpolation")
-        said = {name: getattr(self, name) for name in names}
-        return {"dynamic": {0: ("batch", LARGEST_BATCH)}, "metadata": {"input": of_input, **said}}
+        said = {"input": of_input, **self.described()}
+        said |= {name: getattr(self, name) for name in names}
+        return {"dynamic": {0: ("batch", LARGEST_BATCH)}, "metadata": said}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextCard:
+class TextCard(Outputs):
     """A text model. Texts need tokenizers."""
 
     arch: str
     model_args: Mapping[str, Any]  # sizes of the Transformer
-    classes: Sequence[str]  # names, in the order of the outputs
     tokenizer: str  # in the library's own JSON
     max_len: int  # tokens of a text at most
     pad: int  # token behind shorter texts
@@ -96,8 +118,9 @@ class TextCard:
     def read(cls, metadata: Mapping[str, Any]) -> TextCard:
         """Return the card of a checkpoint's metadata."""
         kept = ("classes", "tokenizer", "max_len", "pad", "encoder", "prior")
-        own = {name: metadata["flags"][name] for name in ("arch", "model_args")}
-        return cls(**own, **{name: metadata[name] for name in kept})
+        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
+        own |= {name: flags[name] for name in ("arch", "model_args")}
+        return cls(label_separator=flags.get("label_separator"), **own)
 
     @cached_property
     def loaded_tokenizer(self) -> Any:
@@ -152,6 +175,7 @@ class TextCard:
             "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
             "texts": "HTML tags, entities and URLs removed, backslashes as spaces, NFC, single "
             "spaces",
+            **self.described(),
             **{name: getattr(self, name) for name in names},
             "flags": {name: getattr(self, name) for name in ("arch", "max_len", "model_args")},
         }

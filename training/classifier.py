@@ -4,6 +4,7 @@
     classifier.predict(["a text", "another one"])        # ["sports", "business"]
     classifier.predict(["cat.png", image, array])        # paths, PIL images, uint8 arrays
     classifier.probabilities(["a text"])                 # (1, classes)
+    multilabel.predict(["a text"], threshold=0.4)        # [["sports", "politics"]]
 
 The probabilities are those of `--predict`. Images need Pillow and numpy, texts tokenizers.
 """
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from training import checkpoint
 from training.card import Card, read_card
+
+THRESHOLD = 0.5  # of the probability of a label
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
@@ -70,19 +73,26 @@ class Classifier:
         """Return the model's inputs for a list of samples, on its device."""
         return self.card.prepare(samples, next(self.model.parameters()).device)
 
-    def predict(self, samples: Sequence[Any], *, batch_size: int = 64) -> list[str]:
-        """Return the most likely class of each sample.
+    def predict(
+        self, samples: Sequence[Any], *, batch_size: int = 64, threshold: float = THRESHOLD
+    ) -> list[Any]:
+        """Return the most likely class of each sample; of a run of several labels all of them.
 
         Args:
             samples: texts; or images, each a path, a PIL image, or a uint8 array (height, width)
                 or (height, width, 3). A list, also of a single one.
             batch_size: samples that are computed together.
+            threshold: of several labels, the probability above which a sample has one.
+        Returns:
+            A name for each sample; or a list of names, which may be empty.
         Raises:
             InputError: an image cannot be read, or is another kind of array.
             TypeError: the samples are no list, or one of them is no text.
         """
-        likely = self.probabilities(samples, batch_size=batch_size).argmax(1)
-        return [self.classes[number] for number in likely.tolist()]
+        found = self.probabilities(samples, batch_size=batch_size)
+        if self.card.is_multilabel:
+            return [[c for c, p in zip(self.classes, row) if p > threshold] for row in found]
+        return [self.classes[number] for number in found.argmax(1).tolist()]
 
     @torch.inference_mode()
     def probabilities(self, samples: Sequence[Any], *, batch_size: int = 64) -> Tensor:
@@ -100,5 +110,5 @@ class Classifier:
         parts = [torch.empty(0, len(self.classes))]
         for start in range(0, len(samples), batch_size):
             logits = self.model(self.prepare(samples[start : start + batch_size]))
-            parts.append(logits.float().softmax(1).cpu())
+            parts.append(self.card.probabilities(logits.float()).cpu())
         return torch.cat(parts)

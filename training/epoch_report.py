@@ -10,19 +10,27 @@ from distributed.world import World
 from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
-from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation
+from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation, class_table
 from training.progress import Progress
 from training.step_stats import StepTotals
 
+SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"}
+MAX_LISTED = 20  # classes of a table at the end of a run
+
 
 def epoch_columns(
-    evaluated: Mapping[str, Evaluation | None], classes: int, *, suffix: str = ""
+    evaluated: Mapping[str, Evaluation | None],
+    classes: int,
+    *,
+    is_multilabel: bool = False,
+    suffix: str = "",
 ) -> dict[str, float | None]:
     """The metrics on each evaluation set by their names in metrics.jsonl.
 
     `classes` is the number of classes. The metrics of a set that was not evaluated are None.
     """
-    metrics = ["loss", "accuracy", "macro_f1", *(["top5_accuracy"] if classes > TOP else [])]
+    further = ["map", "micro_f1"] if is_multilabel else ["top5_accuracy"] if classes > TOP else []
+    metrics = ["loss", "accuracy", "macro_f1", *further]
     return {
         f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
         for name, result in evaluated.items()
@@ -104,12 +112,14 @@ def show_views(row: Mapping[str, Any]) -> str:
 
 
 def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
-    """Accuracy and macro-F1 on each evaluation set in words, as far as the row has them."""
+    """The metrics of `SHARES` on each evaluation set in words, as far as the row has them."""
     shares = []
     for name, eval_set in EVAL_SET_NAMES.items():
-        for metric, text in (("accuracy", f"{eval_set} accuracy"), ("macro_f1", "macro-F1")):
-            if (share := row.get(f"{name}_{metric}{suffix}")) is not None:
-                shares.append(f"{text} {100 * share:.2f} %")
+        found = {text: row.get(f"{name}_{metric}{suffix}") for metric, text in SHARES.items()}
+        words = [
+            f"{text} {100 * share:.2f} %" for text, share in found.items() if share is not None
+        ]
+        shares += [f"{eval_set} {words[0]}", *words[1:]] if words else []
     return shares
 
 
@@ -138,6 +148,8 @@ def report_result(
     *,
     is_saved: bool = True,
     baseline: Mapping[str, Any] | None = None,
+    evaluated: Mapping[str, Evaluation] | None = None,
+    classes: Sequence[str] = (),
 ) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
@@ -145,6 +157,9 @@ def report_result(
         progress, world, folder: of the run.
         is_saved: whether the last checkpoint could be written.
         baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
+        evaluated: the last evaluation on each set, of which a table of the labels is printed where
+            rows may have several.
+        classes: their names.
     Raises:
         InputError: it could not.
     """
@@ -161,6 +176,12 @@ def report_result(
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
+    for name, result in (evaluated or {}).items():
+        if result.average_precision is not None:
+            *lines, of_all = class_table(result, classes).splitlines()
+            more = [f"{len(lines) - MAX_LISTED:>20} more"] if len(lines) > MAX_LISTED else []
+            print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
+            print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
     print(
@@ -170,9 +191,10 @@ def report_result(
         flush=True,
     )
     found = dict(baseline or {})
-    accuracy = last.get(f"{found.pop('eval_set', '')}_accuracy")
-    if accuracy is not None:
-        print(f"last.pt: {Baseline(**found).verdict(accuracy)}", flush=True)
+    eval_set = found.pop("eval_set", "")
+    reached = last.get(f"{eval_set}_{found.get('metric', 'accuracy')}")
+    if reached is not None:
+        print(f"last.pt: {Baseline(**found).verdict(reached)}", flush=True)
     if not is_saved:
         raise InputError(
             f"{folder}/last.pt could not be written at the end of the run (see the warnings "

@@ -23,23 +23,48 @@ from input_pipeline.dataset import BatchedDataset
 from training.progress_bar import progress_bar
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
-METRIC_NAMES = {"accuracy": "accuracy", "macro_f1": "macro-F1", "loss": "loss"}  # in sentences
+METRIC_NAMES = {  # in sentences; the last ones are of rows with several labels
+    "accuracy": "accuracy",
+    "macro_f1": "macro-F1",
+    "loss": "loss",
+    "map": "mean average precision",
+    "micro_f1": "micro-F1",
+}
 TOP = 5  # most likely classes, of which one is to be right
 MAX_CONFUSED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model does on a set."""
+    """What a model does on a set.
+
+    Where rows may have several labels, a label is predicted above a probability of 1/2.
+    """
 
     loss: float  # mean cross-entropy
-    accuracy: float  # in 0..1
-    top5_accuracy: float  # in 0..1; 1 for as many classes
+    accuracy: float  # in 0..1; of several labels the share of rows of which all are right
+    top5_accuracy: float  # in 0..1; 1 for as many classes; not a number for several labels
     # (3, classes) correct samples, samples and predictions of each; None where not asked for
     class_counts: Tensor | None = None
     # (classes, classes) number of samples, by their class (row) and the predicted one (column);
     # None for more than `MAX_CONFUSED_CLASSES`.
     confusion: Tensor | None = None
+    # (classes,) average precision of each, not a number where no row has the label; None for one
+    # label a row.
+    average_precision: Tensor | None = None
+
+    @property
+    def map(self) -> float | None:
+        """The mean of the average precisions, of labels that rows have; None without them."""
+        return None if self.average_precision is None else self.average_precision.nanmean().item()
+
+    @property
+    def micro_f1(self) -> float | None:
+        """F1 of all decisions together, whichever class they are about; None without counts."""
+        if self.class_counts is None:
+            return None
+        correct, rows, predicted = self.class_counts.sum(1).tolist()
+        return 2 * correct / max(rows + predicted, 1)
 
     @property
     def macro_f1(self) -> float | None:
@@ -56,6 +81,7 @@ def evaluate(
     world: World,
     batch_size: int,
     count_classes: int = 0,
+    is_multilabel: bool = False,
     title: str = "",
     on_logits: Callable[[Tensor, Tensor], None] = lambda logits, labels: None,
 ) -> Evaluation:
@@ -66,6 +92,8 @@ def evaluate(
 
     Args:
         count_classes: number of classes that are counted; 0 counts none.
+        is_multilabel: rows may have several labels. The logits of all rows are then kept, so that
+            the classes must be counted.
         title: with one, rank 0 shows a progress bar over its share.
         on_logits: is called with logits (rows, classes) and labels of each of this rank's batches.
     Raises:
@@ -85,6 +113,8 @@ def evaluate(
     rows = batch_size  # that the model takes at a time
     counts = sums.new_zeros(3, count_classes)
     pairs = sums.new_zeros(count_classes**2 if count_classes <= MAX_CONFUSED_CLASSES else 0)
+    # logits and targets of each row
+    kept = torch.zeros(2, len(data) * is_multilabel, count_classes, device=world.device)
     bar = progress_bar(title, total, is_main=world.is_main and bool(title))
     # The ranks of a sharded model are inside its collectives, where one that fails ends alone.
     with bar, contextlib.nullcontext() if is_sharded else raise_together(world):
@@ -104,6 +134,10 @@ def evaluate(
             if number >= mine:
                 continue
             on_logits(logits, labels)
+            bar.update(len(labels))
+            if is_multilabel:
+                kept[:, plan[number].to(world.device)] = torch.stack([logits, labels.float()])
+                continue
             predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=torch.float64)
             right = (predicted == labels).double()
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
@@ -117,7 +151,8 @@ def evaluate(
                 counts[2].index_add_(0, predicted, ones)
             if len(pairs):
                 pairs.index_add_(0, count_classes * labels + predicted, ones)
-            bar.update(len(labels))
+    if is_multilabel:
+        return evaluate_labels(*world.sum(kept).cpu())
     totals = world.sum(torch.cat([sums, counts.flatten(), pairs])).cpu()
     loss, correct, in_top5, samples = totals[:4].tolist()
     counts, pairs = totals[4:].long().tensor_split([counts.numel()])
@@ -127,6 +162,30 @@ def evaluate(
         in_top5 / samples,
         class_counts=counts.view(3, count_classes) if count_classes else None,
         confusion=pairs.view(count_classes, count_classes) if len(pairs) else None,
+    )
+
+
+def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
+    """Evaluate logits where rows may have several labels.
+
+    Args:
+        logits: (rows, classes).
+        targets: (rows, classes), 1 where a row has the label, else 0.
+    """
+    from sklearn.metrics import average_precision_score  # takes a second
+
+    is_set, is_predicted = targets > 0, logits > 0
+    parts = [is_set & is_predicted, is_set, is_predicted]
+    precision = torch.full((logits.shape[1],), torch.nan, dtype=torch.float64)
+    for number in is_set.any(0).nonzero().flatten().tolist() if logits.isfinite().all() else ():
+        precision[number] = average_precision_score(is_set[:, number], logits[:, number])
+    loss = F.binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="sum")
+    return Evaluation(
+        loss.item() / len(logits),
+        (is_set == is_predicted).all(1).double().mean().item(),
+        torch.nan,
+        class_counts=torch.stack([part.sum(0) for part in parts]),
+        average_precision=precision,
     )
 
 
@@ -148,9 +207,23 @@ def class_scores(class_counts: Tensor) -> Tensor:
 
 
 def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
-    """A table for the console: accuracy and F1 of each class, and of all."""
+    """A table for the console: accuracy and F1 of each class, and of all.
+
+    Average precision takes the place of accuracy where rows may have several labels.
+    """
     assert evaluation.class_counts is not None
     scores, rows = class_scores(evaluation.class_counts).tolist(), evaluation.class_counts[1]
+    if evaluation.average_precision is not None:
+        lines = [
+            f"{name:>20}  AP {100 * precision:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
+            for name, precision, (_, _, f1), number in zip(
+                classes, evaluation.average_precision.tolist(), scores, rows.tolist()
+            )
+        ]
+        shares = {"mAP": evaluation.map, "micro-F1": evaluation.micro_f1}
+        shares |= {"macro-F1": evaluation.macro_f1, "all labels right": evaluation.accuracy}
+        of_all = "  ".join(f"{name} {100 * (share or 0):.2f} %" for name, share in shares.items())
+        return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])
     lines = [
         f"{name:>20}  {100 * recall:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
         for name, (_, recall, f1), number in zip(classes, scores, rows.tolist())

@@ -11,7 +11,7 @@ import io
 import json
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def export(
     *,
     dynamic: Mapping[int, tuple[str, int]],
     metadata: Mapping[str, Any],
+    probabilities: Callable[[Tensor], Tensor] = lambda logits: logits.softmax(1),
 ) -> None:
     """Write a model to a file, run the file on `example`, compare, and print how far they differ.
 
@@ -43,11 +44,12 @@ def export(
         path: ends in one of `SUFFIXES`; .safetensors holds the weights alone.
         dynamic: dimensions of the input that may change: {dimension: (name, largest size)}.
         metadata: plain values that the file shall hold.
+        probabilities: of the classes, by the logits.
     Raises:
         InputError: a package is missing, the outputs differ, or the file cannot be written.
     """
     model = model.cpu().float().eval()
-    expected = model(example).softmax(1).detach()
+    expected = probabilities(model(example)).detach()
     texts = {name: json.dumps(value) for name, value in metadata.items()}
     sizes = {
         axis: torch.export.Dim(name, min=1, max=largest)
@@ -62,7 +64,7 @@ def export(
                 given = _export_onnx(model, example, file, sizes, texts)
             else:
                 given = _export_weights(model, example, file, texts)
-            difference = (given.softmax(1) - expected).abs().max().item()
+            difference = (probabilities(given) - expected).abs().max().item()
             if not difference <= TOLERANCE:
                 raise InputError(
                     f"{path}: not written, as its probabilities would differ from the "

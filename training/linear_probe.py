@@ -36,7 +36,7 @@ class Features:
 
     Args:
         features: (rows, width).
-        labels: (rows,) class numbers.
+        labels: (rows,) class numbers, or (rows, classes) of 0 and 1.
         device: where batches are.
     """
 
@@ -73,6 +73,7 @@ def compute_features(
     world: World,
     batch_size: int,
     most: int | None = None,
+    multilabel_classes: int = 0,
     title: str = "",
 ) -> tuple[Tensor, Tensor] | None:
     """Return what the head sees of each row, (rows, width) in fp32, and the labels; collective.
@@ -81,6 +82,7 @@ def compute_features(
 
     Args:
         most: rows at most, spread evenly; None is all of them.
+        multilabel_classes: number of classes where rows may have several labels, else 0.
         title: with one, rank 0 shows a progress bar.
     Returns:
         Both on the CPU of every rank; None where the head does not compute the logits alone.
@@ -96,7 +98,8 @@ def compute_features(
         order = torch.argsort(data.lengths[rows], stable=True)
     plan = [part for part in order[world.rank :: world.size].split(batch_size) if len(part)]
     features = torch.zeros(len(rows), head.in_features, device=world.device)
-    labels = torch.zeros(len(rows), dtype=torch.long, device=world.device)
+    of_row = [multilabel_classes] if multilabel_classes else []
+    labels = torch.zeros(len(rows), *of_row, dtype=torch.long, device=world.device)
     is_alone = True
     bar = progress_bar(title, sum(map(len, plan)), is_main=world.is_main and bool(title))
     try:
@@ -111,7 +114,7 @@ def compute_features(
                 if not is_alone:
                     break
                 features[part.to(world.device)] = seen[0].float()
-                labels[part.to(world.device)] = targets
+                labels[part.to(world.device)] = targets.long()
                 bar.update(len(part))
     finally:
         hook.remove()
@@ -125,7 +128,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
 
     Args:
         features: (rows, width).
-        labels: (rows,) class numbers.
+        labels: (rows,) class numbers; or (rows, classes) of 0 and 1, for one regression each.
     Returns:
         weight (classes, width) and bias (classes,) of a linear layer.
     """
@@ -140,7 +143,13 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
     def loss() -> Tensor:
         optimizer.zero_grad()
         logits = F.linear(inputs, weight, bias)
-        value = F.cross_entropy(logits, labels) + DECAY / 2 * weight.square().sum()
+        if labels.ndim > 1:
+            targets = labels.double()
+            value = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+            value = value / len(labels)
+        else:
+            value = F.cross_entropy(logits, labels)
+        value = value + DECAY / 2 * weight.square().sum()
         value.backward()
         return value
 

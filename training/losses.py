@@ -24,7 +24,7 @@ class BatchLoss(NamedTuple):
 
 
 LossFn = Callable[[nn.Module, Tensor, Tensor], BatchLoss]
-"""Runs the model on a batch (batch, ...) with labels (batch,), and compares."""
+"""Runs the model on a batch (batch, ...) with labels (batch,) or (batch, classes), and compares."""
 
 
 class CrossEntropy:
@@ -42,12 +42,60 @@ class CrossEntropy:
         self.label_smoothing, self.class_weights = label_smoothing, class_weights
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
-        logits = at_least_fp32(model(inputs))
+        return self.compare(at_least_fp32(model(inputs)), labels)
+
+    def compare(self, logits: Tensor, labels: Tensor) -> BatchLoss:
+        """Compare the logits (batch, classes) of samples with their labels."""
         weights = self.class_weights
         loss = F.cross_entropy(logits, labels, weights, label_smoothing=self.label_smoothing)
         if weights is not None:  # torch's mean is divided by the sum of the rows' weights
             loss = loss * weights[labels].mean()
-        return BatchLoss(loss, (logits.detach().argmax(1) == labels).sum())
+        return BatchLoss(loss, is_right(logits.detach(), labels).sum())
+
+    def compare_mixed(self, logits: Tensor, labels: Tensor, mix: Mix) -> BatchLoss:
+        """Compare the logits of mixed samples with the labels of the unmixed batch."""
+        loss = mixup.cross_entropy(
+            logits,
+            labels,
+            mix=mix,
+            label_smoothing=self.label_smoothing,
+            class_weights=self.class_weights,
+        )
+        num_correct = mixup.num_correct(logits, labels, mix=mix)
+        return BatchLoss(loss, num_correct, mix.weight.detach().sum())
+
+
+class BinaryCrossEntropy(CrossEntropy):
+    """Cross-entropy of rows with several labels: that of each class, added up over the classes.
+
+    It is the mean over the rows of - sum over c of w_c q_c log p_c + (1 - q_c) log(1 - p_c). q_c is
+    1 where the row has the label c, else 0; p_c is the sigmoid of its logit; the weights are of
+    the labels that rows have. As a sum it has gradients as large as those of one label a row. A row
+    is predicted correctly where all its labels are.
+
+    Args:
+        label_smoothing: weight of 1/2 in q.
+        class_weights: w, (classes,); None is 1.
+    """
+
+    def compare(self, logits: Tensor, labels: Tensor) -> BatchLoss:
+        loss = self._loss(logits, labels.to(logits.dtype))
+        return BatchLoss(loss, is_right(logits.detach(), labels).sum())
+
+    def compare_mixed(self, logits: Tensor, labels: Tensor, mix: Mix) -> BatchLoss:
+        partners = labels.index_select(0, mix.partner)
+        own, other = (is_right(logits.detach(), each) for each in (labels, partners))
+        weight = mix.weight[:, None].to(logits.dtype)
+        targets = torch.lerp(partners.to(logits.dtype), labels.to(logits.dtype), weight)
+        num_correct = (mix.weight * own + (1 - mix.weight) * other).sum()
+        return BatchLoss(self._loss(logits, targets), num_correct, mix.weight.detach().sum())
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        smooth = targets + self.label_smoothing * (0.5 - targets)
+        loss = F.binary_cross_entropy_with_logits(
+            logits, smooth, pos_weight=self.class_weights, reduction="sum"
+        )
+        return loss / len(logits)
 
 
 class MixedCrossEntropy:
@@ -93,15 +141,19 @@ class MixedCrossEntropy:
         else:
             logits = at_least_fp32(model(mixup.blend(inputs, mix)))
         self.observe(logits, labels, mix)
-        loss = mixup.cross_entropy(
-            logits,
-            labels,
-            mix=mix,
-            label_smoothing=self.unmixed.label_smoothing,
-            class_weights=self.unmixed.class_weights,
-        )
-        num_correct = mixup.num_correct(logits, labels, mix=mix)
-        return BatchLoss(loss, num_correct, mix.weight.detach().sum())
+        return self.unmixed.compare_mixed(logits, labels, mix)
+
+
+def is_right(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether the class of each row is predicted, or exactly its labels: (batch,) bool.
+
+    Args:
+        logits: (batch, classes).
+        labels: (batch,) class numbers, or (batch, classes) of 0 and 1.
+    """
+    if labels.ndim == 1:
+        return logits.argmax(1) == labels
+    return ((logits > 0) == (labels > 0)).all(1)
 
 
 def at_least_fp32(logits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Predictions of a trained model: printed, or written as JSON lines or as csv.
 
 predictions = predict(classifier, paths, samples, batch_size=64)
-write_predictions(Path("out.jsonl"), predictions, classes=["cat", "dog"])
+write_predictions(Path("out.jsonl"), predictions, classifier.card)
 """
 
 import csv
@@ -13,7 +13,8 @@ from typing import Any
 
 from errors import writing
 from training.atomic_file import atomic_write
-from training.classifier import Classifier
+from training.card import Outputs
+from training.classifier import THRESHOLD, Classifier
 
 SUFFIXES = (".jsonl", ".csv")
 MOST_LIKELY = 3  # classes that a printed prediction names
@@ -47,6 +48,10 @@ class Prediction:
         """Class numbers, the most likely one first."""
         return sorted(range(len(self.probabilities)), key=lambda i: -self.probabilities[i])
 
+    def labels(self, classes: Sequence[str]) -> list[str]:
+        """The classes above the threshold, where a sample may have several labels."""
+        return [name for name, p in zip(classes, self.probabilities) if p > THRESHOLD]
+
 
 def predict(
     classifier: Classifier, inputs: Sequence[Any], samples: Iterable[Sample], *, batch_size: int
@@ -67,26 +72,34 @@ def predict(
         yield Prediction(sample, probabilities.tolist())
 
 
-def print_predictions(predictions: Iterable[Prediction], classes: Sequence[str]) -> None:
-    """Print a line for each sample, with its most likely classes."""
+def print_predictions(predictions: Iterable[Prediction], outputs: Outputs) -> None:
+    """Print a line for each sample: its most likely classes, or all labels where it may have any.
+
+    Of a sample without a label the most likely one is said.
+    """
+    classes = outputs.classes
     for prediction in predictions:
-        likely = prediction.most_likely()[:MOST_LIKELY]
+        count = len(prediction.labels(classes)) if outputs.is_multilabel else MOST_LIKELY
+        likely = prediction.most_likely()[: max(count, 1)]
         guesses = (f"{classes[i]} {100 * prediction.probabilities[i]:.1f} %" for i in likely)
-        print(f"{prediction.sample.show()}: {', '.join(guesses)}")
+        none = "" if count else "no label; most likely "
+        print(f"{prediction.sample.show()}: {none}{', '.join(guesses)}")
 
 
-def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Sequence[str]) -> int:
+def write_predictions(path: Path, predictions: Iterable[Prediction], outputs: Outputs) -> int:
     """Write name, predicted class and all probabilities of each sample; returns their number.
 
     The file appears when it is complete. In names that are not UTF-8 the other bytes are written as
-    backslash escapes.
+    backslash escapes. Where a sample may have several labels, they are a list in JSON, and joined
+    by their separator in csv.
 
     Args:
         path: its suffix chooses between JSON lines and csv.
+        outputs: the card of the model.
     Raises:
         InputError: a sample cannot be read, or the file cannot be written.
     """
-    count = 0
+    count, classes = 0, outputs.classes
     with (
         writing(f"--predict_out {path}", "file"),
         atomic_write(path) as temporary,
@@ -95,10 +108,15 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], classes: Se
         rows = csv.writer(file)
         for count, prediction in enumerate(predictions, 1):
             sample, probabilities = prediction.sample, prediction.probabilities
+            predicted: Any = classes[prediction.most_likely()[0]]
+            if outputs.label_separator is not None:
+                predicted = prediction.labels(classes)
+                if path.suffix == ".csv":
+                    predicted = outputs.label_separator.join(predicted)
             record: dict[str, Any] = {
                 "name": sample.name,
                 **({} if sample.text is None else {"text": sample.text}),
-                "predicted": classes[prediction.most_likely()[0]],
+                "predicted": predicted,
             }
             rounded = [round(probability, DECIMALS) for probability in probabilities]
             if path.suffix == ".jsonl":

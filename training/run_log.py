@@ -47,6 +47,8 @@ COLUMNS = (
     Column("train %", "train_accuracy", 7, "{:.2%}"),
     Column("val %", "val_accuracy", 6, "{:.2%}"),
     Column("test %", "test_accuracy", 6, "{:.2%}"),
+    Column("val mAP", "val_map", 7, "{:.2%}"),
+    Column("test mAP", "test_map", 8, "{:.2%}"),
     Column("lr", "lr", 8, "{:.3g}"),
     Column("samples/s", "samples_per_second", 9, "{:.0f}"),
     Column("seconds", "seconds", 7, "{:.1f}"),

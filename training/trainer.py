@@ -19,6 +19,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class TrainerConfig:
     time_compute: bool = False  # measure each rank's seconds without waiting for others
     record_cuda_graph: bool = False  # record the step once for each shape of batch, and replay it
     may_fall_back: bool = False  # a step that cannot be recorded runs without a graph, with a line
+    is_multilabel: bool = False  # rows may have several labels
 
 
 @dataclass(eq=False, repr=False)
@@ -119,6 +121,10 @@ class Trainer:
         )
         self.progress = Progress()
         self.num_classes = len(self.metadata["classes"])
+        self.columns = partial(
+            epoch_columns, classes=self.num_classes, is_multilabel=config.is_multilabel
+        )
+        self.evaluated: dict[str, evaluation.Evaluation] = {}  # the last evaluation on each set
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
         measures_noise = config.measure_noise_scale
@@ -239,6 +245,8 @@ class Trainer:
             self.log.folder,
             is_saved="last" not in self.checkpointer.unsaved,
             baseline=self.metadata.get("baseline"),
+            evaluated=self.evaluated,
+            classes=self.metadata["classes"],
         )
 
     def train_epoch(self, signals: list[int]) -> bool:
@@ -530,7 +538,7 @@ class Trainer:
             )  # after each epoch, so that evaluating changes no training
             if number % self.config.eval_every == 0 or number == self.config.epochs:
                 return self.evaluate()
-            return epoch_columns(dict.fromkeys(self.eval_sets), self.num_classes)
+            return self.columns(dict.fromkeys(self.eval_sets))
 
     def evaluate(self) -> dict[str, float | None]:
         """The metrics on each evaluation set, after the ranks' weights have been made the same.
@@ -541,12 +549,12 @@ class Trainer:
         """
         model = self.model if self.average is None else self.average.model
         evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
+        self.evaluated = evaluated
         self.log.confusion(epoch, evaluated, self.metadata["classes"])
-        columns = epoch_columns(evaluated, self.num_classes)
+        columns = self.columns(evaluated)
         if (views := self.config.num_views) > 1 and self.is_over({"epoch": epoch, **columns}):
             evaluated = self.evaluate_on_sets(AveragedViews(model, views))
-            of_views = epoch_columns(evaluated, self.num_classes, suffix="_views")
-            columns |= {"views": views, **of_views}
+            columns |= {"views": views, **self.columns(evaluated, suffix="_views")}
         return columns
 
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
@@ -559,6 +567,7 @@ class Trainer:
                 world=self.world,
                 batch_size=self.config.eval_batch_size,
                 count_classes=self.num_classes,
+                is_multilabel=self.config.is_multilabel,
                 title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
             )
             for name, data in self.eval_sets.items()

@@ -127,8 +127,8 @@ class TargetScript:
         flags = self.flags({})
         if flags["dataset"] not in own_data.DATASETS:
             return own_data.SPLIT_NAMES
-        suffixes = csv_tables.SUFFIXES if flags["dataset"] == "csv" else ("",)
-        return own_data.find_splits(Path(flags["data_dir"]), suffixes)
+        folders = () if flags["dataset"] == "csv" else ("",)
+        return own_data.find_splits(Path(flags["data_dir"]), (*folders, *csv_tables.SUFFIXES))
 
     def settings(self) -> dict[str, Any]:
         """Return the shared flags that trials need in common to be compared, and own data."""
