@@ -79,7 +79,7 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
 
     Args:
         folder: with train/CLASS/ of images, or with train.csv, .tsv or .jsonl of texts, as
-            docs/own_data.md describes it.
+            docs/own_data.md describes it; of a table of images with dataset="folder".
         flags: those of resnet50_test.py or transformer_test.py: weights="DEFAULT", freeze=True,
             opt_args={"rank": 16}. `out`, the run folder, is one below runs/ by default.
     Returns:
@@ -91,7 +91,7 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
     from cli.options import flag_arguments  # the scripts need more packages than torch
 
     parser: Any
-    if (Path(folder) / "train").is_dir():
+    if flags.get("dataset") == "folder" or (Path(folder) / "train").is_dir():
         import resnet50_test
 
         parser, main, dataset = resnet50_test.parser(), resnet50_test.main, "folder"
