@@ -162,6 +162,8 @@ def test_lora_trains_what_it_adds_and_is_merged_and_resumes(folders, here):
     for name, value in state.items():
         name = name.replace(".base_layer", "").removeprefix("model.bert.")
         assert name not in first or torch.equal(value, first[name]), name
+    before, head = checkpoint.load(here / "run/last-1.pt").state["model"], "model.classifier.weight"
+    assert not torch.equal(state[head], before[head]), "the classifier is trained"
     loaded = classifier.load("run").model
     layered = Encoder(**found.metadata["encoder"], classes=len(found.classes)).eval()
     lora.add_adapters(layered, rank=4, classifier=pretrained.classifier_names(layered))
