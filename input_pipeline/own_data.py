@@ -136,7 +136,7 @@ def needed_splits(
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
     source = f"{root}{form}" if "" in suffixes and not paths else f"train{form}"
     problem = (
-        f"{missing} is missing: a run needs {root}/train{form}, and test{form} or val{form}, or "
+        f"{missing} is missing: a run needs train{form}, and test{form} or val{form}, or "
         f"--val_fraction 0.1 to hold out a tenth of {source}"
     )
     raise InputError("; ".join([problem, *unread_splits(root, paths, suffixes)]))

@@ -12,7 +12,7 @@ COLD_STARTS = {  # interpreters that the tests of a file may start, 40 in all; o
     "evidence/test_benchmarks.py": 2,
     "evidence/test_figures.py": 1,
     "evidence/test_gpu_evidence.py": 5,
-    "evidence/test_package.py": 6,
+    "evidence/test_package.py": 7,
     "evidence/test_truth.py": 3,
     "evidence/test_tuning.py": 1,
     "process/test_demo.py": 1,
