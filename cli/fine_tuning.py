@@ -78,10 +78,12 @@ def begin_with_weights(
     if saved is not None or settings.freeze:
         data = _begin(settings, run, model, saved, data)
     if settings.lora:
+        if isinstance(model, Encoder):
+            head = model.head_names()
+        else:
+            head = pretrained.classifier_names(model)
         with refused_as("--lora"):
-            lora.add_adapters(
-                model, rank=settings.lora, classifier=pretrained.classifier_names(model)
-            )
+            lora.add_adapters(model, rank=settings.lora, classifier=head)
     return data
 
 

@@ -18,7 +18,7 @@ from cli.settings import Settings
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError, refused_as
-from input_pipeline import image_batches, image_datasets, own_data
+from input_pipeline import csv_tables, image_batches, image_datasets, own_data
 from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
 from input_pipeline.dataset import BatchedDataset
@@ -255,6 +255,8 @@ def create_model(
 def predict(settings: ImageSettings, run: Run, paths: Sequence[str]) -> None:
     """--predict: classify image files, and those below folders."""
     suffixes = image_datasets.image_suffixes()
+    if tables := [path for path in paths if Path(path).suffix.lower() in csv_tables.SUFFIXES]:
+        raise InputError(f"--predict {tables[0]}: is a table; give its images or their folder")
     found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in paths]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
     samples = [Sample(own_data.utf8_name(file)) for file in files]

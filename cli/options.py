@@ -139,7 +139,7 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[st
         known = {name for part in flag.parts.values() for name in part}
         given = restored.get(flag.dest, {})
         restored[flag.dest] = {name: value for name, value in given.items() if name in known}
-    usual = computed_defaults(flags, parser)
+    usual = computed_defaults({**parser.defaults(), **flags}, parser)  # it may lack new flags
     return restored | {
         name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]
     }

@@ -186,6 +186,8 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
     if settings.freeze and isinstance(model, Encoder):
         model.model.base_model.requires_grad_(False)
         pretrained.hold_frozen(model)
+    elif settings.lora and isinstance(model, Encoder):
+        model.model.base_model.requires_grad_(False)
     elif settings.freeze:
         pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)

@@ -261,9 +261,12 @@ def table_reader(
     if suffix == ".jsonl":
         return partial(read_json_lines, path, names_of_objects(path), label_separator)
     lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
-    found = (match[0] for line in lines for match in SEPARATORS[suffix].finditer(line))
+    split = ([match[0] for match in SEPARATORS[suffix].finditer(line)] for line in lines)
+    first = next(split, [])
+    found = chain(first, chain.from_iterable(split))
     alone = "\t" if suffix == ".tsv" else ","  # of a single column
-    not_meant = label_separator if label_separator != "," else None
+    is_only = {each for each in first if len(each) == 1} == {label_separator}
+    not_meant = label_separator if label_separator != "," and not is_only else None
     separator = next((each for each in found if len(each) == 1 and each != not_meant), alone)
     return partial(read_rows, path, separator, least=1 + has_label)
 

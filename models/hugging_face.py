@@ -91,6 +91,11 @@ class Encoder(nn.Module):
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         return self.model.config.num_hidden_layers
 
+    def head_names(self) -> list[str]:
+        """The parameters behind the encoder, which begin anew with other classes."""
+        inside = {*self.model.base_model.parameters()}
+        return [name for name, parameter in self.named_parameters() if parameter not in inside]
+
     def load(self, arch: str, classes: Sequence[str]) -> tuple[str, bool]:
         """Take the pretrained weights, of the classifier those of classes of the same name.
 
@@ -107,7 +112,10 @@ class Encoder(nn.Module):
         new = {*info["missing_keys"], *mismatched}
         frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         if random := sorted(new & frozen):
-            raise InputError(f"{list_names(random)} would stay random, as they are frozen")
+            raise InputError(
+                f"{list_names(random)}: the weights lack them, and frozen they would stay random; "
+                "train the whole encoder"
+            )
         theirs, head = AutoConfig.from_pretrained(folder), classifier_names(self.model)
         names = [theirs.id2label.get(number, "") for number in range(theirs.num_labels)]
         is_saved = info["missing_keys"].isdisjoint(head)

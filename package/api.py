@@ -12,7 +12,8 @@ fit("photos", weights="DEFAULT", arch="resnet18").predict(["cat.png"])     # --w
 load("runs/my-run").predict(["a text", "another one"])
 """
 
-import time
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,45 +79,87 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
     """Train a classifier of your own images or texts, as the scripts do.
 
     Args:
-        folder: with train/CLASS/ of images, or with train.csv, .tsv or .jsonl of texts, as
-            docs/own_data.md describes it; of a table of images with dataset="folder".
+        folder: with train/CLASS/ of images, or with train.csv, .tsv or .jsonl of texts or of
+            images, as docs/own_data.md describes it.
         flags: those of resnet50_test.py or transformer_test.py: weights="DEFAULT", freeze=True,
-            opt_args={"rank": 16}. `out`, the run folder, is one below runs/ by default.
+            betas=(0.9, 0.99), opt_args={"rank": 16}; None is the default. `out`, the run folder,
+            is a new one below runs/ by default.
     Returns:
         The trained model of the last epoch, as `load` returns it.
     Raises:
         InputError: a flag or the data is wrong.
-        ImportError: a package of requirements.txt is missing: pip install 'faster-training[train]'.
+        ImportError: a package of requirements.txt is missing.
     """
-    from cli.options import flag_arguments  # the scripts need more packages than torch
+    folder = Path(folder).expanduser()
+    with _training_packages():  # the scripts need more than torch
+        from cli.options import flag_arguments
+        from input_pipeline import csv_tables, own_data
+        from training.run_folder import make_run_folder
 
-    parser: Any
-    if flags.get("dataset") == "folder" or (Path(folder) / "train").is_dir():
-        import resnet50_test
+        tables = own_data.find_splits(folder, csv_tables.SUFFIXES).values()
+        readers = [csv_tables.table_reader(each, flags.get("label_separator")) for each in tables]
+        headers = [[*map(csv_tables.normalise, next(read())[1])] for read in readers]
+        of_images = all("image" in header for header in headers)
+        if "dataset" in flags:
+            of_images = flags["dataset"] == "folder"
+        script: Any
+        if of_images:
+            import resnet50_test
 
-        parser, main, dataset = resnet50_test.parser(), resnet50_test.main, "folder"
-    else:
-        import transformer_test
+            script = resnet50_test
+        else:
+            import transformer_test
 
-        parser, main, dataset = transformer_test.parser(), transformer_test.main, "csv"
-    out = f"runs/fit-{time.strftime('%Y%m%d-%H%M%S')}"
-    flags = {"dataset": dataset, "data_dir": folder, "out": out, **flags}
-    main([word for name, value in flags.items() for word in flag_arguments(name, value, parser)])
-    return load(flags["out"])
+            script = transformer_test
+    flags = {"dataset": "folder" if of_images else "csv", "data_dir": folder, **flags}
+    parser = script.parser()
+    words = [
+        word
+        for name, value in flags.items()
+        if (plain := _plain(value)) not in (None, {}, [])
+        for word in flag_arguments(name, plain, parser)
+    ]
+    given = parser.given(words)
+    out = given.get("out") or given.get("resume")  # of a run that goes on
+    if out in (None, "", "auto"):
+        out = str(make_run_folder(None, script.SCRIPT))
+    script.main([*words, "--out", out] if "out" not in given else words)
+    return load(out)
+
+
+def _plain(value: Any) -> Any:
+    """A value without numpy's types and tuples."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [*map(_plain, value)] if isinstance(value, tuple | list | range) else value
+
+
+@contextlib.contextmanager
+def _training_packages() -> Iterator[None]:
+    """Say what to install where a package is missing that training needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'faster-training[train]'") from error
 
 
 def images_command() -> int:
     """The command faster-images."""
-    import resnet50_test
     from errors import exit_code
+
+    with _training_packages():
+        import resnet50_test
 
     return exit_code(resnet50_test.main)
 
 
 def texts_command() -> int:
     """The command faster-texts."""
-    import transformer_test
     from errors import exit_code
+
+    with _training_packages():
+        import transformer_test
 
     return exit_code(transformer_test.main)
 

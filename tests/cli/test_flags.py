@@ -206,6 +206,19 @@ def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(here, capsys
         assert capsys.readouterr().err == (line if rank == "0" else "")
 
 
+def test_a_checkpoint_from_before_a_flag_is_restored():
+    for script, words in (
+        (transformer_test, "--arch hf:any"),
+        (resnet50_test, "--weights DEFAULT"),
+    ):
+        flags = dict(vars(parsed(script, words)))
+        for newer in ("lora", "label_separator"):
+            del flags[newer]
+        restored = options.restored_flags(flags, script.parser())
+        assert restored["arch"] == flags["arch"]
+        assert "lora" not in restored
+
+
 # -------------------------------------------------------------------- settings of parts
 
 

@@ -82,12 +82,13 @@ def test_fit_trains_on_a_folder_and_load_reads_its_run(site: Path, tmp_path: Pat
             csv.writer(file).writerows(lines)
     metadata = (ROOT / "pyproject.toml").read_text()
     code = f"""
-import os, faster_training as f
+import os, faster_training as f, numpy as np
 os.chdir({str(tmp_path)!r})
 if __name__ == "__main__":
     shared = {{"epochs": 1, "precision": "fp32", "threads": 1}}
     flags = {{"recipe": "fast94", "small_epochs": 0, "warmup": 0, "bs": 4}}
-    images = f.fit("photos", arch="resnet8", **flags, **shared)
+    kinds = {{"betas": (0.9, 0.99), "weights": None, "ema": np.float32(0.5), "opt_args": {{}}}}
+    images = f.fit("photos", arch="resnet8", **flags, **kinds, **shared)
     [run] = os.listdir("runs")
     assert images.predict(["photos/test/0/0.png"]) == f.load(f"runs/{{run}}").predict(
         ["photos/test/0/0.png"])

@@ -173,6 +173,11 @@ def test_lora_trains_what_it_adds_and_is_merged_and_resumes(folders, here):
         for name, value in layered.named_parameters():
             value.mul_("lora_B" not in name)  # without what was learned
         assert not torch.allclose(loaded(tokens), layered(tokens))
+    other, _ = load(folders["xlm-roberta"])  # whose head has two layers
+    lora.add_adapters(other, rank=2, classifier=other.head_names())
+    trained = {name for name, p in other.named_parameters() if p.requires_grad}
+    layers = {name.rpartition(".")[0] for name in trained if "lora_" not in name}
+    assert layers == {"model.classifier.dense", "model.classifier.out_proj"}
     again = run(transformer_test, base, "--lora 0 --weights run --epochs 1 --out again")
     assert "weights of run" in again
     assert "anew" not in again
@@ -188,7 +193,7 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
         (f"hf:{folders['bert']} --max_len 600", "cannot take texts of that length"),
         (f"hf:{folders['gpt2']} --mixup mixup --mix_at tokens", "mixed embeddings; use pooled"),
         ("hf:small", "its tokenizer is not supported"),
-        (f"hf:{folders['masked']} --freeze", "pooler.dense.weight would stay random"),
+        (f"hf:{folders['masked']} --freeze", "pooler.dense.weight: the weights lack them"),
     ):
         refused("texts", f"--arch {flags}", expected, base=BASE)
     monkeypatch.setitem(sys.modules, "transformers", None)
