@@ -203,7 +203,7 @@ def holds(flags: Mapping[str, Any], name: str, values: Sequence[Any]) -> bool:
         value: Any = int(os.environ.get("WORLD_SIZE", 1)) > 1
     else:
         value = flags[name]
-    return (value in values) != isinstance(values, Not)
+    return value not in values if isinstance(values, Not) else value in values
 
 
 def conditions_in_words(values: Values) -> str:
@@ -286,7 +286,7 @@ def flag(
     """Declare a field of a settings class as a flag.
 
     Args:
-        type: of these, and of `more`, `Flag` says what they are.
+        type, default, help, more: attributes of `Flag`.
         names: its spellings with dashes, separated by spaces; that of the field by default.
     """
     declaration = {"type": type, "default": default, "help": help, "names": names, **more}

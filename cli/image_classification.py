@@ -32,7 +32,7 @@ from training.card import ImageCard
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
-WHITENING_PIXELS = WHITENING_ROWS * 32**2  # of these images together, a limit of memory
+WHITENING_PIXELS = WHITENING_ROWS * 32**2  # of all these images: more would fill the memory
 LARGEST_IMAGE_SIZE = 4096  # pixels a side; a batch of larger images fits into no memory
 SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped as photos are
 CROPS = ("auto", "resized", "pad", "center")

@@ -348,6 +348,8 @@ def flag_arguments(name: str, value: Any, parser: ScriptParser[S]) -> list[str]:
                 f"{name}: {value} does not say which {instead} instead; give {instead}: VALUE"
             )
         return [f"--{name}" if YES_OR_NO[word] else f"--no-{name}"]
+    if str(value).startswith("-"):  # else argparse would read a flag
+        return [f"--{name}={value}"]
     return [f"--{name}", str(value)]
 
 

@@ -236,7 +236,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SlambSettings:
-    """What SLAMB sends."""
+    """How much of the momentum SLAMB sends, in the first epochs and later."""
 
     title = "SLAMB"
 

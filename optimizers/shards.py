@@ -4,8 +4,8 @@
     state["exp_avg"] = sharded_like(torch.zeros_like(shard), p)
     owners = balanced_owners([p.numel() for p in matrices], ranks_of_shards(p).size())
 
-What changes each element by itself is done to shards. What takes a whole matrix is done by the one
-rank that owns the matrix, as in Dion (arXiv:2504.05295). A plain tensor is returned as it is.
+Elementwise work is done on shards. Work on a whole matrix is done by the one rank that owns the
+matrix, as in Dion (arXiv:2504.05295). Plain tensors pass through unchanged.
 """
 
 from __future__ import annotations

@@ -120,10 +120,12 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         for word in flag_arguments(name, plain, parser)
     ]
     given = parser.given(words)
-    out = given.get("out") or given.get("resume")  # of a run that goes on
-    if out in (None, "", "auto"):
+    out, going_on = given.get("out"), given.get("resume")
+    if out is None and going_on not in (None, "", "auto"):
+        out = going_on if Path(going_on).is_dir() else str(Path(going_on).parent)
+    if out is None:
         out = str(make_run_folder(None, script.SCRIPT))
-    script.main([*words, "--out", out] if "out" not in given else words)
+    script.main([*words, "--out", out])
     return load(out)
 
 
@@ -145,7 +147,7 @@ def _training_packages() -> Iterator[None]:
 
 
 def images_command() -> int:
-    """The command faster-images."""
+    """Run resnet50_test.py as a console script; returns the exit code."""
     from errors import exit_code
 
     with _training_packages():
@@ -155,7 +157,7 @@ def images_command() -> int:
 
 
 def texts_command() -> int:
-    """The command faster-texts."""
+    """Run transformer_test.py as a console script; returns the exit code."""
     from errors import exit_code
 
     with _training_packages():
