@@ -20,8 +20,8 @@ from torch import Tensor
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor."""
-    dtensor = sys.modules.get("torch.distributed.tensor")  # importing it would take a second
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # importing it would take a second
+    return isinstance(tensor, getattr(module, "DTensor", ()))  # torch 2.3 has the module without it
 
 
 def local(tensor: Any) -> Tensor:

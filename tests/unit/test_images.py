@@ -251,7 +251,8 @@ def test_a_process_ends_although_its_workers_ignore_signals(folder: Path) -> Non
 
 
 def read_with_a_stopped_worker(folder: Path) -> None:
-    """Write the worker's number, and wait for what it reads."""
+    """Write the worker's number and what this process prints, and wait for what it reads."""
+    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
     waiting.FIRST_SECONDS = 0.5
     images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
     batches = FileDecoder(1, seconds=1.5).batches(images, torch.arange(40).split(2))
@@ -262,14 +263,14 @@ def read_with_a_stopped_worker(folder: Path) -> None:
     list(batches)
 
 
-def test_a_worker_that_hangs_is_named_and_ends_with_the_process(folder: Path, capfd) -> None:
+def test_a_worker_that_hangs_is_named_and_ends_with_the_process(folder: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=read_with_a_stopped_worker, args=(folder,))
     process.start()
     process.join(30)
     worker = (folder / "worker").read_text()
     assert process.exitcode == 1
-    waits, ends = capfd.readouterr().err.splitlines()
+    waits, ends = (folder / "stderr").read_text().splitlines()
     assert waits == f"waiting up to 1.5 s (--timeout): images of process {worker} (is stopped)"
     assert ends.startswith("error: no answer for 1.5 s")
     end = time.monotonic() + 10
