@@ -269,7 +269,8 @@ def main() -> int:
             [name, *measured, *(time_to(target, each, medians[name]) for target in targets)]
         )
     print(bench.aligned(lines))
-    packages = ["torch", *(name for name, _ in train_peer.PEERS.values() if find_spec(name))]
+    peers = {peer.package for peer in train_peer.PEERS.values()}
+    packages = ["torch", *sorted(filter(find_spec, peers))]
     machine = bench.machine(bench.DEVICE, packages)
     turns, steps = SIZES[args.quick]
     place = f"{args.ranks} process(es), {args.network}" if args.ranks > 1 else "1 process"

@@ -26,7 +26,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from backends import machine
-from benchmarks import airbench, plain_training
+from benchmarks import airbench, plain_training, train_peer
 from cli import options
 from cli.flag_parser import flat as flat_flags
 from cli.foreign_names import FOREIGN
@@ -53,6 +53,8 @@ def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
     arguments = dataclasses.replace(run, folder=folder).arguments()
     for name in PEERS.keys() & set(arguments):  # which are no scripts of ours
         return PEERS[name].parser().parse_args(arguments[arguments.index(name) + 1 :])
+    if "benchmarks.train_peer" in arguments:
+        return train_peer.parse(arguments[arguments.index("benchmarks.train_peer") + 1 :]).args
     name = next(argument for argument in arguments if argument in SCRIPTS)
     script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]
