@@ -10,10 +10,11 @@ Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backends import nvidia_apex
 from backends.device import has_bf16
@@ -42,14 +43,25 @@ class Precision:
     ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """Return the model, the optimizer and the loss scaler with which to train.
 
-        torch's own precisions change neither model nor optimizer; the scaler is a
+        torch's own precisions leave parameters and optimizer as they are; the scaler is a
         torch.amp.GradScaler, disabled unless the precision is fp16. Apex converts both, and the
         scaler is a `nvidia_apex.Scaler`; see `nvidia_apex.prepare`.
         """
         if self.name in nvidia_apex.LEVELS:
             return nvidia_apex.prepare(self.name, model, optimizer=optimizer)
+        if self.device_type == "cpu" and self.dtype is torch.bfloat16:
+            # bf16 makes depthwise convolutions slower on CPUs: a step of EfficientNet-lite0 takes
+            # 1,250 ms in bf16, 1,090 in fp32, 780 with these in fp32.
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d) and 1 < module.groups == module.in_channels:
+                    module.forward = partial(_without_autocast, module)  # type: ignore[method-assign]
         scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
         return model, optimizer, scaler
+
+
+def _without_autocast(conv: nn.Conv2d, images: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return type(conv).forward(conv, images.to(conv.weight.dtype))
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:

@@ -1,10 +1,13 @@
 """ResNets and the Transformer: sizes, torchvision's weights, padding, pooling, token dropout."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torchvision import models
 
+from backends.precision import Precision
 from conftest import each_of
 from models.image_models import create_model
 from models.pretrained import decay_layers
@@ -114,6 +117,21 @@ def some_tokens(length: int) -> torch.Tensor:
     tokens = torch.randint(3, 60, (5, length))
     tokens[:, 0] = 2
     return tokens
+
+
+def test_depthwise_convolutions_on_a_cpu_compute_in_fp32_as_do_those_of_a_copy():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 1))
+    precision = Precision("bf16", "cpu", torch.bfloat16)
+    precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    x = torch.randn(2, 4, 8, 8)
+    with precision.autocast():
+        depthwise = model[0](x)
+        assert model(x).dtype == torch.bfloat16
+        assert torch.equal(copied[0](x)[0, :, 0, 0], copied[0].bias)
+    assert torch.equal(depthwise, nn.Conv2d.forward(model[0], x))
 
 
 def test_padding_does_not_change_the_logits_but_the_order_does():
