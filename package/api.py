@@ -42,7 +42,7 @@ from slamb import SLAMB
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import Classifier, load
 
-__version__ = "0.1.0"  # as in pyproject.toml
+__version__ = "0.1.0"
 
 __all__ = [
     "LAMB",

@@ -111,6 +111,9 @@ def write_project(folder: Path) -> None:
         r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
     project = "".join(section for section in sections if section.startswith("[project"))
+    api = (ROOT / "package" / "api.py").read_text(encoding="utf-8")
+    version = re.findall(r'(?m)^__version__ = "(.+)"', api)[0]
+    project = project.replace('dynamic = ["version"]', f'version = "{version}"')
     parents = {path.parent.relative_to(folder) for path in folder.rglob("*.py")}
     packages = sorted(".".join(parent.parts) for parent in parents)
     (folder / "pyproject.toml").write_text(
