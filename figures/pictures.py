@@ -3,7 +3,6 @@
 figure = draw_picture("slow_network_time", read_groups(LOGS))
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -253,44 +252,3 @@ def with_minutes(
             for rows in named_runs[label]
         ]
     return timed
-
-
-# -------------------------------------------------------------------- scaling
-
-
-def draw_scaling(groups: Groups, title: str, *, methods: Mapping[str, str]) -> Figure:
-    """Draw parallel efficiency against processes: the model as lines, measurements as markers.
-
-    The measurements are those of benchmarks/results, and not of the logs.
-    """
-    results = json.loads((RESULTS / "scaling-cpu.json").read_text(encoding="utf-8"))
-    ratios = {row["name"]: row["ratios"] for row in results["rows"]}
-    figure, axes = create_panels(2, 2, title)
-    styles = line_styles(methods.values())
-    places = itertools.product(
-        (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s")),
-        (("resnet20", 64), ("resnet110", 32)),
-    )
-    for panel, ((network, mbits), (arch, batch)) in zip(axes.flat, places):
-        predicted = results["measured"][f"{arch} predicted"][mbits]
-        for key, label in methods.items():
-            colour, marker = styles[label]["color"], styles[label]["marker"]
-            panel.plot(results["many"], predicted[key], "--", color=colour)
-            rounds = ratios[f"{arch} {network} N=2 {key}"]
-            median = statistics.median(rounds)
-            bars = [[median - min(rounds)], [max(rounds) - median]]
-            style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": ""}
-            panel.errorbar([2], [median], bars, elinewidth=1, capsize=4, label=label, **style)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(results["many"], results["many"])
-        panel.minorticks_off()
-        panel.set_ylim(0, 1.05)
-        title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process, {network}"
-        label_axes(panel, "processes", "parallel efficiency", title=title)
-    note = "measured: two processes; marker: median, bar: lowest to highest of all rounds"
-    kinds = (
-        Line2D([], [], linestyle="--", color=GREY, label="model"),
-        Line2D([], [], linestyle="", marker="o", color=GREY, label="measured"),
-    )
-    add_legend(figure, axes[0, 0], title=note, further=kinds, columns=5)
-    return figure

@@ -15,7 +15,6 @@ import errors
 import resnet50_test
 from backends import machine
 from benchmarks import bench, fine_tune, time_to_target, train_peer, trainers
-from benchmarks.scaling import Network, step_seconds
 from conftest import run
 from figures import run_logs
 
@@ -127,29 +126,6 @@ def test_seconds_of_fine_tuning_are_to_the_mean_accuracy_of_the_peer(tmp_path):
     args = bench.parser(None).parse_args(["--json", str(tmp_path / "a.json")])
     assert bench.finish(args, [bench.Bar("a", never, 0.6, at_most=True)], machine="m") == 1
     assert json.loads((tmp_path / "a.json").read_text())["bars"][0]["measured"] is None
-
-
-# -------------------------------------------------------------------- predicted steps
-
-LINE = Network(latency=0.001, seconds_per_byte=1e-6)
-
-
-def test_the_fit_recovers_latency_and_bandwidth() -> None:
-    for ranks in (2, 4):
-        taken = {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}
-        fitted = Network.fit(taken, ranks)
-        assert fitted.latency == pytest.approx(LINE.latency)
-        assert fitted.seconds_per_byte == pytest.approx(LINE.seconds_per_byte)
-
-
-def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
-    cost = LINE.all_reduce(1000, 2)  # 3 ms
-    assert step_seconds(0.1, [], LINE, 2) == 0.1
-    assert step_seconds(0.1, [(0.02, 1000, True), (0.09, 1000, True)], LINE, 2) == pytest.approx(
-        0.1 + cost
-    )  # the first is hidden
-    late = [(0.088, 1000, True), (0.09, 1000, True)]  # the second waits for the first
-    assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
 
 
 def test_a_peer_refuses_what_it_would_ignore():
