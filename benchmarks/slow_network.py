@@ -1,7 +1,7 @@
 """Processes on a network of a chosen bandwidth, each in a network namespace of its own.
 
 with slow_network.places("100mbit", ranks=2) as places:         # None: the loopback device
-    results = slow_network.run(places, "scaling.measure_rank", arch="resnet110")
+    results = slow_network.run(places, "time_to_target.measure_rank", turns=3, ...)
 
 `run` calls a function of a benchmark as each rank and returns what rank 0 does. The namespaces are
 joined by virtual Ethernet devices and a bridge, and deleted when the block ends. They need Linux,
