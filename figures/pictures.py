@@ -210,9 +210,9 @@ def draw_minutes(
 ) -> Figure:
     """Draw accuracies of the logs over minutes on a machine with nothing else to do.
 
-    A panel has the names of its groups, and the file in which time_to_target has measured their
-    samples a second. The last accuracy of the method `level` is a line; without it, the panels show
-    the highest accuracies.
+    A panel has the names of its groups, and the file of benchmarks/results with their samples a
+    second, measured in turns. The last accuracy of the method `level` is a line; without it, the
+    panels show the highest accuracies.
     """
     figure, (axes,) = create_panels(1, len(panels), title)
     for panel, (title, shown) in zip(axes, panels.items()):
@@ -235,10 +235,10 @@ def draw_minutes(
 def with_minutes(
     named_runs: Mapping[str, Runs], results: Mapping[str, Any], labels: Mapping[str, str]
 ) -> dict[str, Runs]:
-    """Add the minutes of training to each row, at the speed that time_to_target measured.
+    """Add the minutes of training to each row, at the speed that was measured in turns.
 
     The batch of these runs does not change, so that all epochs of a run take the same time.
-    Methods that are not in `results`, the json of time_to_target, are left out.
+    Methods that are not in `results`, a file of benchmarks/results, are left out.
     """
     timed: dict[str, Runs] = {}
     for name, label in labels.items():
