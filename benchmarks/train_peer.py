@@ -35,7 +35,7 @@ def create_soap(model: nn.Module, settings: Mapping[str, Any]) -> torch.optim.Op
 
 
 # Flags that only the script's main or its optimizers read.
-REFUSED = ("weights", "freeze", "lr_scaling", "layer_decay", "evaluate", "predict", "export")
+REFUSED = ("weights", "freeze", "lr_scaling", "evaluate", "predict", "export")
 STANDS_FOR = "adamw"  # the value of --optimizer in a peer's run
 PEERS: Mapping[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
     "soap": ("pytorch_optimizer", create_soap),

@@ -456,16 +456,14 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all parameters; a recorded step reads it from a tensor."""
         for group in self.optimizer.param_groups:
-            own_lr = lr * group.get("lr_scale", 1.0)
             if self.graph is not None:
-                group["lr"].fill_(own_lr)
+                group["lr"].fill_(lr)
             else:
-                group["lr"] = own_lr
+                group["lr"] = lr
 
     def last_lr(self) -> float:
-        """The learning rate of the last step, without the factors of layers."""
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"]) / group.get("lr_scale", 1.0)
+        """The learning rate of the last step."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     # ---------------------------------------------------------------- the end of an epoch
 

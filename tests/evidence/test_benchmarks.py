@@ -87,7 +87,7 @@ def test_seconds_of_fine_tuning_are_to_the_mean_accuracy_of_the_peer(tmp_path):
 
 
 def test_a_peer_refuses_what_it_would_ignore():
-    for flag in ("--weights a.pt", "--freeze", "--lr_scaling sqrt", "--layer_decay 0.5"):
+    for flag in ("--weights a.pt", "--freeze", "--lr_scaling sqrt"):
         words = ["soap", "resnet50_test.py", "--optimizer", "adamw", *flag.split()]
         with pytest.raises(errors.InputError, match="is for the script alone"):
             train_peer.parse(words)
