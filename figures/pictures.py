@@ -69,7 +69,7 @@ def draw_panels(
     """
     named_runs = labelled(groups, *names)
     named_runs = {label: named_runs[label] for label in labels or named_runs}
-    figure, (axes,) = create_panels(1, len(panels), title)
+    figure, axes = create_panels(len(panels), title)
     for panel, shown in zip(axes, panels):
         y, _, x = shown.partition(" over ")
         is_cut = enlarged and y == "accuracy"
@@ -94,7 +94,7 @@ def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
 def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: str = "") -> Figure:
     """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
     kinds, named_runs = labels_of(in_full), groups[in_full]
-    figure, axes = create_panels(1, 3, title)
+    figure, axes = create_panels(3, title)
     styles = line_styles(kinds.values())
     tried: set[float] = set()  # rates, of any kind
     for number, (kind, label) in enumerate(kinds.items()):
@@ -106,25 +106,25 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
         # A control has the rate of another kind, and no search of its own.
         rates, highest, at_end = zip(*points) if points else ([], [], [])
         tried.update(rates)
-        axes[0, 0].plot(rates, highest, label=label, **styles[label])
-        axes[0, 1].plot(rates, at_end, **styles[label])
+        axes[0].plot(rates, highest, label=label, **styles[label])
+        axes[1].plot(rates, at_end, **styles[label])
         plain = last(named_runs["none"], accuracy)
         own = last(named_runs[kind], accuracy)
         gains = [each - none for each, none in zip(own, plain, strict=True)]  # by seed
         style = {**styles[label], "linestyle": "", "markersize": 8}
-        axes[0, 2].plot([number] * len(gains), gains, **style)
+        axes[2].plot([number] * len(gains), gains, **style)
     ticks = sorted(tried)
     unit, of_unit = (1e-4, " / 0.0001") if ticks[0] < 0.01 else (1.0, "")  # long ticks overlap
-    for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
+    for panel, title in ((axes[0], "search: best epoch"), (axes[1], "search: last epoch")):
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [f"{rate / unit:g}" for rate in ticks])
         panel.minorticks_off()
         label_axes(panel, f"learning rate{of_unit}", "held-out accuracy / %", title=title)
-    axes[0, 2].set_xticks([])
-    axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
-    label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
+    axes[2].set_xticks([])
+    axes[2].axhline(0, color=GREY, linewidth=1, zorder=0)
+    label_axes(axes[2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
     legend = f"search: one seed each; in full: a marker for each seed{note}"
-    add_legend(figure, axes[0, 0], title=legend)
+    add_legend(figure, axes[0], title=legend)
     return figure
 
 
@@ -139,7 +139,7 @@ def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float
     the epoch in which they reach the accuracy: the median of all runs of the optimizer.
     A size of which a seed does not reach the accuracy is left out.
     """
-    figure, (panels,) = create_panels(1, 2, title)
+    figure, panels = create_panels(2, title)
     for optimizer in ("sgd", "ngd"):
         reached = reached_by_batch(groups[group], optimizer, target)
         label, batches = labels_of("optimizers_cifar10")[optimizer], np.array(list(reached))
@@ -214,7 +214,7 @@ def draw_minutes(
     second, measured in turns. The last accuracy of the method `level` is a line; without it, the
     panels show the highest accuracies.
     """
-    figure, (axes,) = create_panels(1, len(panels), title)
+    figure, axes = create_panels(len(panels), title)
     for panel, (title, shown) in zip(axes, panels.items()):
         named_runs = labelled(groups, *shown["names"])
         labels = labels_of(shown["names"][0])
