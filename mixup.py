@@ -562,7 +562,6 @@ class MetaMixup:
         self.wrong = share if is_known else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned."""
         return {"shares": self.shares, "wrong": self.wrong, "excess": self.row_losses.excess}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -239,7 +239,6 @@ class NGD(GradScalerOptimizer):
         return active
 
     def _update(self, batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
-        """Updates the parameters of batches along X."""
         for batch in batches:
             batch.update(self.param_groups[batch.group], active=active)
 
@@ -464,7 +463,6 @@ class MatrixBatch:
         X.mul_((self.length / row_norms(X).clamp(min=SMALLEST)).to(X.dtype)[:, None])
 
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
-        """Updates the parameters along X."""
         X, weights = self.X, [local(p) for p in self.parameters]
         if decay := group["weight_decay"]:
             torch._foreach_add_(self._as_parameters(X), weights, alpha=decay)

@@ -40,7 +40,6 @@ Texts = tuple[Sequence[str], Sequence[int]]
 
 
 def select(texts: Texts, rows: torch.Tensor) -> Texts:
-    """Return these rows of the texts."""
     return [texts[0][row] for row in rows.tolist()], [texts[1][row] for row in rows.tolist()]
 
 
@@ -80,7 +79,6 @@ def search(train: Texts, seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Search, train in full, and compare."""
     args = bench.parser(__doc__, reads_data=True).parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
     train, test = ((splits[n].texts, list(splits[n].labels)) for n in ("train", "test"))

@@ -143,7 +143,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
 
     @property
     def rows_in_epoch(self) -> int:
-        """Rows of this epoch."""
         return self.order.rows_of(max(self.decided - 1, 0))
 
     @property
@@ -192,7 +191,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         return batch_sizes(self.rows_in_epoch, size, smallest=MIN_RANK_ROWS * self.world.size)
 
     def steps(self) -> int:
-        """The number of steps in this epoch."""
         return len(self._sizes(self.size))
 
     def plan(self, epoch: int, done: int) -> list[RankBatch]:

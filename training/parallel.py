@@ -89,7 +89,6 @@ class Parallel:
         """Apply what is scheduled by epochs, counted from 0."""
 
     def epoch_metrics(self) -> dict[str, float]:
-        """Return what is added to the metrics of an epoch."""
         return {}
 
     def whole_state(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -66,7 +66,6 @@ class TrainState:
         }
 
     def _rank_state(self, weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
-        """Return what is this rank's own."""
         diverge, timer, meta_learner = (
             self.parallel.replicas_diverge,
             self.compute_timer,

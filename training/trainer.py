@@ -443,11 +443,9 @@ class Trainer:
         self.sums.add_step(step_sums, skip)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of the parameters that have one."""
         return [each.grad for each in self.parallel.parameters if each.grad is not None]
 
     def scheduled_lr(self) -> float:
-        """The learning rate of the step about to be done."""
         one_step = 1 / self.batches.steps()
         epochs_done = self.progress.epoch + self.progress.step_in_epoch * one_step
         factor = self.lr_schedule(epochs_done, one_step) * self.progress.lr_factor
@@ -462,7 +460,6 @@ class Trainer:
                 group["lr"] = lr
 
     def last_lr(self) -> float:
-        """The learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     # ---------------------------------------------------------------- the end of an epoch
@@ -556,7 +553,6 @@ class Trainer:
         return columns
 
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
-        """What a model reaches on each evaluation set."""
         return {
             name: evaluation.evaluate(
                 model,
@@ -598,7 +594,6 @@ class Trainer:
         return [each for name, each in moving if name.endswith(kinds)]
 
     def copied_statistics(self) -> list[Tensor]:
-        """A copy of `statistics`."""
         return [each.clone() for each in self.statistics()]
 
     def guard_statistics(self, num_skipped: int) -> None:
