@@ -4,12 +4,10 @@ figure = draw_picture("slow_network_time", read_groups(LOGS))
 """
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,10 +19,9 @@ from figures.panels import (
     describe_seeds,
     draw_panel,
     label_axes,
-    plain_log_ticks,
     with_columns,
 )
-from figures.run_logs import ROOT, Runs, accuracy, epochs_to, last
+from figures.run_logs import ROOT, Runs, accuracy, last
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -126,80 +123,6 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
     legend = f"search: one seed each; in full: a marker for each seed{note}"
     add_legend(figure, axes[0], title=legend)
     return figure
-
-
-# -------------------------------------------------------------------- the critical batch
-
-
-def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float) -> Figure:
-    """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
-
-    A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
-    2.11), fitted to the samples. A dotted upright line is the noise scale that the runs measured in
-    the epoch in which they reach the accuracy: the median of all runs of the optimizer.
-    A size of which a seed does not reach the accuracy is left out.
-    """
-    figure, panels = create_panels(2, title)
-    for optimizer in ("sgd", "ngd"):
-        reached = reached_by_batch(groups[group], optimizer, target)
-        label, batches = labels_of("optimizers_cifar10")[optimizer], np.array(list(reached))
-        samples = np.array([reached[size][0] for size in batches])  # (sizes, seeds)
-        noise = np.median([reached[size][1] for size in batches])
-        least, critical = fit_critical_batch(batches, samples.mean(1))
-        style = line_styles([label])[label]
-        line = {"color": style["color"], "linewidth": 1}
-        for panel, scale in zip(panels, (batches, np.ones(len(batches)))):
-            scaled = samples / scale[:, None]
-            means = scaled.mean(1)
-            bars = [means - scaled.min(1), scaled.max(1) - means]
-            panel.errorbar(batches, means, bars, linestyle="", capsize=3, **line)
-            panel.plot(batches, means, label=label, **{**style, "linestyle": ""})
-            model = least * (1 + batches / critical) / scale
-            panel.plot(batches, model, "--", zorder=0, **line)
-            panel.axvline(noise, linestyle=":", zorder=0, **line)
-    for panel, ylabel in zip(panels, ("steps", "samples")):
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        plain_log_ticks(panel.xaxis, 2)
-        plain_log_ticks(panel.yaxis)
-        label_axes(panel, "batch size / samples", f"{ylabel} to {target} %")
-    kinds = (
-        Line2D([], [], linestyle="--", color=GREY, label="fitted model"),
-        Line2D([], [], linestyle=":", color=GREY, label="noise scale, measured"),
-    )
-    note = "marker: mean over the seeds; bar: lowest to highest seed"
-    add_legend(figure, panels[0], title=note, columns=4, further=kinds)
-    return figure
-
-
-def reached_by_batch(
-    named_runs: Mapping[str, Runs], optimizer: str, target: float
-) -> dict[int, tuple[list[float], list[float]]]:
-    """Return samples until an accuracy in percent, and noise scale of that epoch, by seed.
-
-    They are of the runs OPTIMIZER-bsSIZE, by the size, sorted. A size is left out if one of its
-    seeds does not reach the accuracy.
-    """
-    reached = {}
-    for name, runs in named_runs.items():
-        method, _, size = name.partition("-bs")
-        epochs = [epochs_to(target, rows) for rows in runs]
-        if method == optimizer and all(map(math.isfinite, epochs)):
-            samples = [each * rows[0]["samples"] for each, rows in zip(epochs, runs)]
-            noise = [rows[math.ceil(each) - 1]["noise_scale"] for each, rows in zip(epochs, runs)]
-            reached[int(size)] = (samples, noise)
-    return dict(sorted(reached.items()))
-
-
-def fit_critical_batch(batches: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
-    """Fit samples = least * (1 + batch / critical) by least squares of the logarithms.
-
-    Return the least number of samples, and the critical batch size in samples.
-    """
-    critical = 2.0 ** (np.arange(1001) / 50)  # 1 to 1,000,000
-    least = np.log(samples) - np.log1p(batches / critical[:, None])  # by each batch
-    best = least.var(axis=1).argmin()
-    return float(np.exp(least[best].mean())), float(critical[best])
 
 
 # -------------------------------------------------------------------- time on a free machine
