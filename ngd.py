@@ -189,10 +189,6 @@ class NGD(GradScalerOptimizer):
                 self.batches += step_together(batches)
             else:
                 self.sharded.append(ShardedMatrices(batches, ranks))
-        self.exchanged = (
-            sum(each.handed_bytes for each in self.sharded),
-            sum(each.sent_bytes for each in self.sharded),
-        )
         scratch: dict[Any, Tensor] = {}  # which one list after another uses
         for batches in self.batches:
             first, size = batches[0], sum(batch.elements for batch in batches)
@@ -315,7 +311,6 @@ class ShardedMatrices:
         owned: those of this rank.
         together: the owned ones in lists that take their steps together.
         sent, received: elements to, and from, each rank on the way to the owners.
-        handed_bytes, sent_bytes: there and back, those for this rank itself included, and without.
     """
 
     def __init__(self, batches: Sequence[MatrixBatch], ranks: dist.ProcessGroup) -> None:
@@ -329,9 +324,6 @@ class ShardedMatrices:
             self.sent[batch.owner] += len(batch.parameters) * self.parts[batch][self.rank]
         for batch, other in itertools.product(self.owned, range(size)):
             self.received[other] += len(batch.parameters) * self.parts[batch][other]
-        kept = self.sent[self.rank] + self.received[self.rank]
-        self.handed_bytes = (sum(self.sent) + sum(self.received)) * self.batches[0].dtype.itemsize
-        self.sent_bytes = self.handed_bytes - kept * self.batches[0].dtype.itemsize
 
     def shards(self, flat: Tensor) -> list[Tensor]:
         """Views of what is sent (elements,): this rank's (matrices, part) of each batch."""

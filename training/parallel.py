@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backends.torch_compat import ddp_buffer_arguments
 from distributed import fsdp
-from distributed.averaging import RankAverager, Traffic, average_tensors
+from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
-from optimizers.base import CheckedOptimizer, CommunicatingOptimizer, global_norm
+from optimizers.base import CommunicatingOptimizer, global_norm
 
 BUCKET_MIB = 25  # of gradients in one all-reduce
 
@@ -166,21 +166,15 @@ class AllReduce(Parallel):
 
 
 class Sharded(Parallel):
-    """A model that `fsdp.shard` has cut, with an optimizer of its shards."""
+    """A model that `fsdp.shard` has cut, with an optimizer of its shards; no bytes are counted."""
 
     passes_communicate = True
 
     def sync_next(self, is_last: bool) -> None:
         self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        self.world.traffic += fsdp.traffic_per_micro_batch(self.model)[is_last]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         return super().norm(gradients).full_tensor()  # type: ignore[attr-defined]
-
-    def finish_step(self, skip: Tensor) -> Tensor:
-        if isinstance(self.optimizer, CheckedOptimizer):
-            self.world.traffic += Traffic(*self.optimizer.exchanged)
-        return skip
 
     def whole_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         weights, moments = super().whole_state()
