@@ -371,9 +371,7 @@ def num_correct(logits: Tensor, labels: Tensor, *, mix: Mix) -> Tensor:
     """Sum of the weights of the predicted labels: accuracy under mixing is weighted by lambda.
 
     Args:
-        logits: (batch, classes) of the mixed batch.
-        labels: (batch,) integers of the unmixed batch.
-        mix: how the batch was mixed.
+        logits, labels, mix: as of `cross_entropy`, one label a sample.
 
     Returns:
         A scalar between 0 and the batch size: lambda for each prediction of the own label, and

@@ -63,11 +63,7 @@ class Parallel:
         """
 
     def sync_next(self, is_last: bool) -> None:
-        """Let the next passes, those of a step's last micro-batch or not, share gradients or not.
-
-        Args:
-            is_last: the gradients are complete after these.
-        """
+        """Let the next passes share gradients if `is_last`: if those are complete after them."""
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the Euclidean norm () of the gradients that this rank's optimizer steps along."""
