@@ -166,7 +166,6 @@ class NGD(GradScalerOptimizer):
                 self._adamw_step(group)
 
     def _made_of(self) -> list[Any]:
-        """What the batches depend on."""
         has_gradient = [p.grad is not None for group in self.param_groups for p in group["params"]]
         ranks = [group["rank"] for group in self.param_groups]
         return [*self.held("momentum_buffer", "directions"), *has_gradient, *ranks]

@@ -85,9 +85,6 @@ def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
     axes.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
 
 
-# -------------------------------------------------------------------- mixing of samples
-
-
 def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: str = "") -> Figure:
     """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
     kinds, named_runs = labels_of(in_full), groups[in_full]

@@ -180,7 +180,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         )
 
     def share_out(self, size: int) -> list[int]:
-        """A batch among the ranks."""
         if self.balancer is None:
             return dynamic_batch.apportion(size, [1.0] * self.world.size)
         minimum = min(MIN_RANK_ROWS, size // self.world.size)

@@ -312,7 +312,6 @@ class Trainer:
         return bool(agreed)
 
     def wish(self, signals: list[int]) -> int:
-        """What this rank votes for."""
         return DIVERGED if self.has_diverged else int(bool(signals))
 
     # ---------------------------------------------------------------- one step
