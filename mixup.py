@@ -130,14 +130,10 @@ def inter_class(
 ) -> Mix:
     """Sample a lambda for each sample, and partners only of another class.
 
-    Args:
-        labels: (batch,) integers.
-        alpha: parameter of the Beta distribution of lambda.
-        weight: lambda, if it is not to be sampled.
-        generator: on the device of `labels`.
+    Samples without such a partner have lambda = 1, so are not mixed.
 
-    Returns:
-        A Mix in which samples without such a partner have lambda = 1, so are not mixed.
+    Args:
+        labels, alpha, weight, generator: as of `mixup`.
     """
     eligible = labels[:, None] != labels
     return _among(eligible, alpha, weight=weight, generator=generator)
@@ -180,10 +176,8 @@ def fmix(
     in which the share lambda of the pixels, rounded to whole ones, is of the own image.
 
     Args:
-        labels: (batch,) integers; only their number and device count.
-        alpha: parameter of the Beta distribution of lambda.
+        labels, alpha, generator: as of `mixup`.
         height, width: of the images, in pixels.
-        generator: on the device of `labels`.
 
     Returns:
         A Mix whose `weight` is the mean of its `weight_map`, of zeros and ones, over the image.
@@ -220,8 +214,7 @@ def cutmix(
     the share of pixels that are left of the own image.
 
     Args:
-        labels: (batch,) integers; only their number and device count.
-        alpha: parameter of the Beta distribution of lambda.
+        labels, alpha: as of `mixup`.
         height, width: of the images, in pixels.
         generator: on the CPU, since the rectangle is sampled on the host.
 
@@ -266,8 +259,7 @@ def sample_mix(
 
     Args:
         kind: one of `KINDS` except 'none' and 'meta'.
-        labels: (batch,) integers.
-        alpha: parameter of the Beta distribution of lambda.
+        labels, alpha: as of `mixup`.
         height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
         settings: further arguments of that kind's function.
     """
@@ -379,9 +371,7 @@ def num_correct(logits: Tensor, labels: Tensor, *, mix: Mix) -> Tensor:
     """Sum of the weights of the predicted labels: accuracy under mixing is weighted by lambda.
 
     Args:
-        logits: (batch, classes) of the mixed batch.
-        labels: (batch,) integers of the unmixed batch.
-        mix: how the batch was mixed.
+        logits, labels, mix: as of `cross_entropy`, one label a sample.
 
     Returns:
         A scalar between 0 and the batch size: lambda for each prediction of the own label, and
@@ -562,7 +552,6 @@ class MetaMixup:
         self.wrong = share if is_known else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned."""
         return {"shares": self.shares, "wrong": self.wrong, "excess": self.row_losses.excess}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

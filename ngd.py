@@ -166,7 +166,6 @@ class NGD(GradScalerOptimizer):
                 self._adamw_step(group)
 
     def _made_of(self) -> list[Any]:
-        """What the batches depend on."""
         has_gradient = [p.grad is not None for group in self.param_groups for p in group["params"]]
         ranks = [group["rank"] for group in self.param_groups]
         return [*self.held("momentum_buffer", "directions"), *has_gradient, *ranks]
@@ -189,10 +188,6 @@ class NGD(GradScalerOptimizer):
                 self.batches += step_together(batches)
             else:
                 self.sharded.append(ShardedMatrices(batches, ranks))
-        self.exchanged = (
-            sum(each.handed_bytes for each in self.sharded),
-            sum(each.sent_bytes for each in self.sharded),
-        )
         scratch: dict[Any, Tensor] = {}  # which one list after another uses
         for batches in self.batches:
             first, size = batches[0], sum(batch.elements for batch in batches)
@@ -239,7 +234,6 @@ class NGD(GradScalerOptimizer):
         return active
 
     def _update(self, batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
-        """Updates the parameters of batches along X."""
         for batch in batches:
             batch.update(self.param_groups[batch.group], active=active)
 
@@ -316,7 +310,6 @@ class ShardedMatrices:
         owned: those of this rank.
         together: the owned ones in lists that take their steps together.
         sent, received: elements to, and from, each rank on the way to the owners.
-        handed_bytes, sent_bytes: there and back, those for this rank itself included, and without.
     """
 
     def __init__(self, batches: Sequence[MatrixBatch], ranks: dist.ProcessGroup) -> None:
@@ -330,9 +323,6 @@ class ShardedMatrices:
             self.sent[batch.owner] += len(batch.parameters) * self.parts[batch][self.rank]
         for batch, other in itertools.product(self.owned, range(size)):
             self.received[other] += len(batch.parameters) * self.parts[batch][other]
-        kept = self.sent[self.rank] + self.received[self.rank]
-        self.handed_bytes = (sum(self.sent) + sum(self.received)) * self.batches[0].dtype.itemsize
-        self.sent_bytes = self.handed_bytes - kept * self.batches[0].dtype.itemsize
 
     def shards(self, flat: Tensor) -> list[Tensor]:
         """Views of what is sent (elements,): this rank's (matrices, part) of each batch."""
@@ -464,7 +454,6 @@ class MatrixBatch:
         X.mul_((self.length / row_norms(X).clamp(min=SMALLEST)).to(X.dtype)[:, None])
 
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
-        """Updates the parameters along X."""
         X, weights = self.X, [local(p) for p in self.parameters]
         if decay := group["weight_decay"]:
             torch._foreach_add_(self._as_parameters(X), weights, alpha=decay)

@@ -200,7 +200,6 @@ class SLAMB(CommunicatingOptimizer):
             self.average_weights()
 
     def _made_of(self) -> list[Any]:
-        """What the buffers depend on."""
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
         held = self.held("exp_avg", "exp_avg_sq", "fresh")
         return [*held, *trained, len(self.param_groups)]
@@ -382,8 +381,6 @@ class ParamGroupBuffers:
             torch._foreach_copy_(self.u_views[layout], layout.tensors)
             if loss_scale is not None:
                 self.g[layout].div_(loss_scale)
-
-    # -------------------------------------------------------- what is exchanged
 
     def parts_to_average(self, is_dense: bool) -> list[Part]:
         """Returns what is averaged over the ranks.

@@ -72,7 +72,6 @@ class OrtForward:
         self.exported_arities: set[int] = set()  # numbers of inputs for which a graph exists
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return what the model's own forward returns."""
         if not self.model.training or not torch.is_grad_enabled():
             return self.eager(*inputs)
         if len(inputs) not in self.exported_arities:

@@ -73,7 +73,6 @@ def load_source(path: Path) -> ModuleType:
 
 
 def create_loader(source: ModuleType, split: ImageSplit, *, train: bool) -> Any:
-    """Return the peer's loader over a split."""
     images = split.decode(torch.arange(len(split))).permute(0, 3, 1, 2).float().div_(255)
     loader = source.CifarLoader.__new__(source.CifarLoader)  # its __init__ reads a file onto a GPU
     loader.images = images.contiguous(memory_format=torch.channels_last)
@@ -134,7 +133,6 @@ def accuracy(source: ModuleType, net: torch.nn.Module, loader: Any, views: int) 
 
 
 def train(args: argparse.Namespace, source: ModuleType, log: PeerLog) -> None:
-    """Train with one seed, as the flags say; a row of the log for each epoch."""
     splits, _ = read_image_splits("cifar10", args.data_dir, image_size=0)
     loader, test_loader = (
         create_loader(source, splits[name], train=name == "train") for name in ("train", "test")
@@ -201,7 +199,6 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     flags = peer_parser(__doc__, epochs=EPOCHS)
     add = flags.add_argument
     add("--source", type=file_path, required=True, help="airbench94_muon.py of a clone")
@@ -211,7 +208,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says."""
     args = parser().parse_args(arguments)
     keep_freed_memory()  # as the entry scripts do
     source = load_source(args.source)

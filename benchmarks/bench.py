@@ -77,7 +77,6 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Whether the target is met, before any rounding."""
         return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
 
 
@@ -130,7 +129,6 @@ class Remote:
         return answer
 
     def close(self) -> None:
-        """End the process of this side."""
         self._send(signal.SIGCONT)
         with contextlib.suppress(OSError):
             self.pipe.send(None)

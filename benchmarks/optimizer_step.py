@@ -62,7 +62,6 @@ class Workload:
     gradient_batch: int
 
     def backward(self, samples: tuple[Tensor, Tensor]) -> None:
-        """Compute the gradients of one batch."""
         self.model.zero_grad(set_to_none=True)
         F.cross_entropy(self.model(samples[0]), samples[1]).backward()
 

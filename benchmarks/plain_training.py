@@ -196,7 +196,6 @@ def train_to_the_end(recipe: Recipe, args: argparse.Namespace, log: PeerLog) -> 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     flags = peer_parser(__doc__, epochs=50)
     add = flags.add_argument
     add("--arch", default="resnet50")
@@ -207,13 +206,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_recipe(words: Sequence[str]) -> Recipe:
-    """Return the recipe of resnet50_test.py with these flags."""
     with trainers.ready("resnet50", words) as opened:
         return Recipe.of(opened)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says."""
     args = parser().parse_args(arguments)
     same = {name: getattr(args, name) for name in ("arch", "bs", "lr", "seed", "data_dir")}
     words = [word for name, each in same.items() for word in (f"--{name}", str(each))]

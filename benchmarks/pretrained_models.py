@@ -115,7 +115,6 @@ def write_texts(folder: Path, data_dir: str, *, rows: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write all of it."""
     parser = FlagParser(__doc__)
     parser.add_argument("folder", type=path_text)
     usual = os.environ.get("DATA_DIR") or "./data"

@@ -113,6 +113,13 @@ def create_of_dion(name: str, model: nn.Module, settings: Settings) -> torch.opt
             groups.append(one)
     make = getattr(dion, name)
     optimizer = make(groups, lr=settings["lr"], betas=tuple(settings["betas"]), **own)
+
+    def scale_rates(sign: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= group["lr_scale"] ** sign
+
+    optimizer.register_step_pre_hook(partial(scale_rates, 1))
+    optimizer.register_step_post_hook(partial(scale_rates, -1))
     return copying_gradients(optimizer, groups)
 
 
@@ -154,7 +161,7 @@ class Peer:
 
 
 # Flags that only the script's main or its optimizers read.
-REFUSED = ("weights", "freeze", "lr_scaling", "layer_decay", "evaluate", "predict", "export")
+REFUSED = ("weights", "freeze", "lr_scaling", "evaluate", "predict", "export")
 RECALIBRATION_BATCHES = 20
 PEERS: Mapping[str, Peer] = {
     "soap": Peer("pytorch_optimizer", "adamw", create_soap),

@@ -1,17 +1,14 @@
-"""Trainers for benchmarks and tests: of a whole script, or of single steps.
+"""Trainers for benchmarks and tests, as the entry scripts make them.
 
 opened = open_script(resnet50_test, ["--bs", "64"], world)     # what the script would train
 next(train_steps("resnet50", ["--bs", "64"]))                   # samples of one of its steps
-trainer = step_trainer(model, optimizer)                        # no data: trainer.train_step(x, y)
 """
 
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +17,20 @@ import dynamic_batch
 import mixup
 import resnet50_test
 import transformer_test
-from backends.precision import Precision
 from cli import factory, image_classification, options, text_classification
 from cli.data import Data, Run
 from cli.settings import Settings
-from distributed.comm_hooks import AllReduceHook
 from distributed.world import World, init_world
 from errors import InputError
 from models.hugging_face import HF
-from optimizers.schedules import Schedule
-from training.batch_sampler import DynamicBatchSampler, RankBatch
+from training.batch_sampler import RankBatch
 from training.checkpoint import Checkpoint
-from training.losses import CrossEntropy
-from training.run_log import RunLog
-from training.trainer import Trainer, TrainerConfig
+from training.trainer import Trainer
 
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
 OPTIMIZERS = {"resnet50": "sgd", "transformer": "adamw"}
 BATCHES = {"resnet50": 64, "transformer": 128}
 TASKS = {"resnet50_test": image_classification, "transformer_test": text_classification}
-FP32 = Precision("fp32", "cpu")
-ROWS = 64  # of the data set that is not there
 
 
 @dataclass(frozen=True)
@@ -139,31 +129,3 @@ def train_steps(name: str, flags: Sequence[str]) -> Iterator[int]:
     """Take training steps of one of `SCRIPTS` without end; yield the samples of each."""
     with ready(name, flags) as opened:
         yield from steps_of(opened.trainer)
-
-
-def step_trainer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World | None = None,
-    *,
-    precision: Precision = FP32,
-    comm_hook: AllReduceHook | None = None,
-    **config: Any,
-) -> Trainer:
-    """A Trainer without data and run folder, for single steps; `config` is of `TrainerConfig`."""
-    world = world or World()
-    return Trainer(
-        model,
-        optimizer,
-        CrossEntropy(),
-        DynamicBatchSampler(ROWS, 8 * world.size, world=world),
-        train_set=None,  # type: ignore[arg-type]  # a step reads nothing of it
-        eval_sets={},
-        lr_schedule=Schedule("constant", 1),
-        precision=precision,
-        world=world,
-        log=RunLog(Path(), is_main=False),
-        config=TrainerConfig(**config),
-        metadata={"script": "", "classes": []},
-        comm_hook=comm_hook or AllReduceHook(world),
-    )

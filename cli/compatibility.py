@@ -63,7 +63,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"class_weights": ("balanced",)}], [{"balanced_sampling": ON}],
      "each of them gives all classes the same weight; leave one of them out"),
     # ---- a frozen network
-    ([{"lora": ON}], [{"freeze": ON}, {"layer_decay": Not((1.0,))}, SHARDED, {"fuse": ON}, APEX],
+    ([{"lora": ON}], [{"freeze": ON}, SHARDED, {"fuse": ON}, APEX],
      "it freezes the network and trains what it adds to the layers; leave one of them out"),
     # ---- several labels a row
     ([{"label_separator": ON}], [{"dataset": Not(own_data.DATASETS)}],

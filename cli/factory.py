@@ -38,7 +38,7 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError, refused_as
 from input_pipeline.label_noise import class_number
 from mixup import MetaMixup
-from models import activation_checkpointing, fusion, pretrained
+from models import activation_checkpointing, fusion
 from models.averaged_views import AveragedViews
 from models.residual import residual_blocks
 from training import classifier, evaluation, predictions, run_log
@@ -205,8 +205,6 @@ def create_optimizer(settings: Settings, run: Run, model: nn.Module) -> torch.op
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
     choice = OPTIMIZERS[name]
     groups = choice.groups(model, settings.weight_decay)
-    if settings.layer_decay < 1:
-        groups = pretrained.decay_layers(model, groups, settings.layer_decay)
     own = {flag: getattr(settings, flag) for flag in choice.flags}
     if name == "slamb":
         own["wire_dtype"] = OWN_WIRE_DTYPES[settings.wire_dtype]

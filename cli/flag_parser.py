@@ -466,7 +466,6 @@ class ScriptParser(FlagParser, Generic[T]):
                 self._add(listed, Flag(names, **declaration, group=group.title, dest=each.name))
 
     def _add(self, group: Any, flag: Flag) -> None:
-        """Have argparse read a flag."""
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.type is not switch:
             settings = {"type": flag.type, "nargs": flag.nargs, "metavar": flag.metavar or None}
@@ -491,7 +490,6 @@ class ScriptParser(FlagParser, Generic[T]):
         return super().format_help() + ("" if everything else rest)
 
     def defaults(self) -> dict[str, Any]:
-        """The default of each flag."""
         return {name: flag.default for name, flag in self.flags.items()}
 
     def words(self, name: str, value: Any) -> str:

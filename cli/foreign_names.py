@@ -35,7 +35,6 @@ NAMES = {  # our flag, value or setting: its foreign names
     "--betas": "--opt_betas",
     "--lr": "--learning_rate",
     "--weight_decay": "--wd",
-    "--layer_decay": "--layer_lr_decay",
     "--lr_schedule": "--sched --lr_scheduler_type --lr_scheduler",
     "--warmup": "--warmup_epochs",
     "--gamma": "--decay_rate --dr",
@@ -109,7 +108,8 @@ INSTEAD = {  # what there is in place of some names
     "it is --predict PATH": "--do_predict",
     "it is timm's or Hugging Face's alone": "--bn_momentum --color_jitter_prob --drop_path --fuser "
     "--dataloader_in_order --dataloader_pin_memory --eval_accumulation_steps --pretrained_path "
-    "--gradient_checkpointing_kwargs --token --torch_compile_mode --torchcompile_mode --warmup_lr",
+    "--gradient_checkpointing_kwargs --layer_decay --layer_lr_decay --token --torch_compile_mode "
+    "--torchcompile_mode --warmup_lr",
 }
 FOREIGN = {
     **{name: own for own, names in (NAMES | FORMER | INSTEAD).items() for name in names.split()},

@@ -221,8 +221,6 @@ class OptimizerSettings:
     weight_decay: float = flag(not_negative, None, "decay of weights, times the learning rate, but "
         f"not of biases and norms (default {defaults_in_words('weight_decay')})",
         metavar="F", common=True)
-    layer_decay: float = flag(number(float, 1e-3, 1), 1.0, "factor of the learning rate from each "
-        "layer to the one before it, for fine-tuning", metavar="F")
     momentum: float = flag(below_one, None, "decay of the momentum (default "
         f"{defaults_in_words('momentum')})", metavar="F", only_with=[users("momentum")])
     nesterov: bool = flag(switch, None, f"Nesterov momentum (default on for {', '.join(NESTEROV)}, "

@@ -18,8 +18,6 @@ from torch import Tensor
 class Traffic:
     """Bytes that a rank puts into collectives (payload), and those that it then sends (wire).
 
-    The payload of sharded weights is all of them, though a rank puts in its shard alone.
-
     W ranks in a ring send 2 (W - 1) / W bytes for each byte that is reduced, and W - 1 for each
     that is gathered.
     """

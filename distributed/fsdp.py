@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from backends import torch_compat
-from distributed.averaging import Traffic
 from distributed.world import World
 from errors import InputError
 
@@ -64,22 +63,6 @@ def shard(
     of_blocks = dataclasses.replace(own, param_dtype=compute_dtype)
     norms = [each for block in blocks for each in block.modules() if isinstance(each, NORMS)]
     cut = partial(fully_shard, mesh=device_mesh(world, kind))
-    whole, in_blocks, in_norms = (
-        sum(p.numel() for module in modules for p in module.parameters())
-        for modules in ([model], blocks, norms)
-    )
-    # Blocks and their norms are gathered a second time, in the backward pass.
-    gathered = own_dtype.itemsize * (whole - in_blocks + 2 * in_norms)
-    gathered += (compute_dtype or own_dtype).itemsize * 2 * (in_blocks - in_norms)
-    averaged = (wire_dtype or own_dtype).itemsize * whole
-    shards = world.size if kind == "fsdp" else len(world.node)
-    nodes = world.size // shards
-    # Gathering shards, or reducing gradients to them, sends half as much as an all-reduce.
-    weights = Traffic(gathered, Traffic.reduced(gathered, shards).wire / 2)
-    gradients = Traffic(averaged, Traffic.reduced(averaged, shards).wire / 2)
-    between_nodes = Traffic.reduced(averaged // shards, nodes) if nodes > 1 else Traffic()
-    sent = weights, weights + gradients + between_nodes
-    model.traffic_per_micro_batch = sent  # type: ignore[assignment]
     if compute_dtype is not None and norms:
         cut(norms, mp_policy=own)
     for block in blocks:
@@ -137,8 +120,3 @@ def distribute_like(value: Any, like: Tensor) -> Any:
         return value
     whole = value.to(like.device, copy=True)  # the file is not kept open
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def traffic_per_micro_batch(model: nn.Module) -> tuple[Traffic, Traffic]:
-    """A micro-batch's traffic of this rank, and that of a step's last one, with the gradients'."""
-    return getattr(model, "traffic_per_micro_batch", (Traffic(), Traffic()))

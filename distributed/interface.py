@@ -77,16 +77,6 @@ def check_interfaces(*, is_gpu: bool) -> None:
         raise InputError(f"NCCL_SOCKET_IFNAME={nccl}: not one of {', '.join(here)}")
 
 
-def check_loopback() -> None:
-    """Check that this machine reaches itself, which the processes of a node need.
-
-    Raises:
-        InputError: it does not.
-    """
-    with refused_as("127.0.0.1, which needs the interface lo (ip link set lo up)", (OSError,)):
-        own_address("127.0.0.1")
-
-
 def check_port(port: int) -> None:
     """Check that this machine can listen at a port.
 

@@ -48,7 +48,7 @@ def launch(arguments: list[str]) -> int:
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(logging.NullHandler())  # else warnings are printed
     log.propagate = not is_quiet
-    from distributed.interface import check_loopback, check_port
+    from distributed.interface import check_port
 
     args, seconds = run.parse_args(arguments), START_SECONDS
     with contextlib.suppress(KeyError, ValueError):  # a wrong number is refused by the script
@@ -57,7 +57,6 @@ def launch(arguments: list[str]) -> int:
         seconds = given if 0 < given < MOST_SECONDS else START_SECONDS
     if args.standalone:  # whatever the name of this machine is, and PET_NNODES
         args.nnodes, args.local_addr = "1", args.local_addr or "127.0.0.1"
-        check_loopback()
     elif args.rdzv_backend == "static" and args.node_rank == 0 and args.master_port:
         check_port(args.master_port)
     # torch's own limits come after that of `named_wait`.

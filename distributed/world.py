@@ -127,7 +127,6 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its node."""
         return self.node.index(self.rank)
 
     @property

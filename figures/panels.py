@@ -1,8 +1,8 @@
 """The parts of a figure: panels, lines of runs, axes, and the legend that explains bands and bars.
 
-figure, axes = create_panels(1, 2, "SGD and NGD\\nResNet-20, 20 % of CIFAR-10")
-draw_panel(axes[0, 0], named_runs, "epoch", "accuracy")
-add_legend(figure, axes[0, 0], title=describe_seeds(named_runs))
+figure, axes = create_panels(2, "SGD and NGD\\nResNet-20, 20 % of CIFAR-10")
+draw_panel(axes[0], named_runs, "epoch", "accuracy")
+add_legend(figure, axes[0], title=describe_seeds(named_runs))
 """
 
 import math
@@ -52,11 +52,10 @@ def with_columns(runs: Runs) -> Runs:
 # -------------------------------------------------------------------- panels
 
 
-def create_panels(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
-    """Return a figure with a title, and its axes, an array of shape (rows, columns)."""
-    size = WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT * rows
-    settings: dict[str, Any] = {"figsize": size, "layout": "constrained", "squeeze": False}
-    figure, axes = plt.subplots(rows, columns, **settings)
+def create_panels(columns: int, title: str) -> tuple[Figure, Any]:
+    """Return a figure with a title, and the axes of its panels side by side."""
+    size = WIDTH[columns], TITLE_HEIGHT + PANEL_HEIGHT
+    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=11)
     return figure, axes
 
@@ -133,14 +132,13 @@ def describe_seeds(named_runs: Mapping[str, Runs], *, band: str = "band") -> str
 
 
 def add_legend(
-    figure: Figure, *panels: Axes, title: str, columns: int = 3, further: Sequence[Artist] = ()
+    figure: Figure, panel: Axes, *, title: str, columns: int = 3, further: Sequence[Artist] = ()
 ) -> None:
-    """Put a legend of some panels' lines and of `further` artists below all panels.
+    """Put a legend of a panel's lines and of `further` artists below all panels.
 
     The figure grows for it. The title explains what is drawn, such as what a band is.
     """
-    handles = [handle for panel in panels for handle in panel.get_legend_handles_labels()[0]]
-    handles += further
+    handles = [*panel.get_legend_handles_labels()[0], *further]
     lines = 1 + math.ceil(len(handles) / columns)
     figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
     texts: dict[str, Any] = {"title": title, "fontsize": 9, "title_fontsize": 9}

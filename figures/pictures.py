@@ -3,14 +3,11 @@
 figure = draw_picture("slow_network_time", read_groups(LOGS))
 """
 
-import itertools
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -22,10 +19,9 @@ from figures.panels import (
     describe_seeds,
     draw_panel,
     label_axes,
-    plain_log_ticks,
     with_columns,
 )
-from figures.run_logs import ROOT, Runs, accuracy, epochs_to, last
+from figures.run_logs import ROOT, Runs, accuracy, last
 
 Groups = Mapping[str, Mapping[str, Runs]]
 """The runs of all logs, by group and name."""
@@ -70,7 +66,7 @@ def draw_panels(
     """
     named_runs = labelled(groups, *names)
     named_runs = {label: named_runs[label] for label in labels or named_runs}
-    figure, (axes,) = create_panels(1, len(panels), title)
+    figure, axes = create_panels(len(panels), title)
     for panel, shown in zip(axes, panels):
         y, _, x = shown.partition(" over ")
         is_cut = enlarged and y == "accuracy"
@@ -89,13 +85,10 @@ def enlarge_highest(axes: Axes, named_runs: Mapping[str, Runs]) -> None:
     axes.set_ylim(highest - ACCURACY_RANGE, highest + 0.1 * ACCURACY_RANGE)
 
 
-# -------------------------------------------------------------------- mixing of samples
-
-
 def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: str = "") -> Figure:
     """Draw accuracies of a search over the rates for each kind of mixing, and its gain by seed."""
     kinds, named_runs = labels_of(in_full), groups[in_full]
-    figure, axes = create_panels(1, 3, title)
+    figure, axes = create_panels(3, title)
     styles = line_styles(kinds.values())
     tried: set[float] = set()  # rates, of any kind
     for number, (kind, label) in enumerate(kinds.items()):
@@ -107,100 +100,26 @@ def draw_mixing(groups: Groups, title: str, *, search: str, in_full: str, note: 
         # A control has the rate of another kind, and no search of its own.
         rates, highest, at_end = zip(*points) if points else ([], [], [])
         tried.update(rates)
-        axes[0, 0].plot(rates, highest, label=label, **styles[label])
-        axes[0, 1].plot(rates, at_end, **styles[label])
+        axes[0].plot(rates, highest, label=label, **styles[label])
+        axes[1].plot(rates, at_end, **styles[label])
         plain = last(named_runs["none"], accuracy)
         own = last(named_runs[kind], accuracy)
         gains = [each - none for each, none in zip(own, plain, strict=True)]  # by seed
         style = {**styles[label], "linestyle": "", "markersize": 8}
-        axes[0, 2].plot([number] * len(gains), gains, **style)
+        axes[2].plot([number] * len(gains), gains, **style)
     ticks = sorted(tried)
     unit, of_unit = (1e-4, " / 0.0001") if ticks[0] < 0.01 else (1.0, "")  # long ticks overlap
-    for panel, title in ((axes[0, 0], "search: best epoch"), (axes[0, 1], "search: last epoch")):
+    for panel, title in ((axes[0], "search: best epoch"), (axes[1], "search: last epoch")):
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [f"{rate / unit:g}" for rate in ticks])
         panel.minorticks_off()
         label_axes(panel, f"learning rate{of_unit}", "held-out accuracy / %", title=title)
-    axes[0, 2].set_xticks([])
-    axes[0, 2].axhline(0, color=GREY, linewidth=1, zorder=0)
-    label_axes(axes[0, 2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
+    axes[2].set_xticks([])
+    axes[2].axhline(0, color=GREY, linewidth=1, zorder=0)
+    label_axes(axes[2], "kind of mixing", "gain in test accuracy", title="in full, last epoch")
     legend = f"search: one seed each; in full: a marker for each seed{note}"
-    add_legend(figure, axes[0, 0], title=legend)
+    add_legend(figure, axes[0], title=legend)
     return figure
-
-
-# -------------------------------------------------------------------- the critical batch
-
-
-def draw_critical_batch(groups: Groups, title: str, *, group: str, target: float) -> Figure:
-    """Draw steps and samples to an accuracy over the batch size, and the gradient noise scale.
-
-    A dashed line is the model of McCandlish et al. (https://arxiv.org/abs/1812.06162, equation
-    2.11), fitted to the samples. A dotted upright line is the noise scale that the runs measured in
-    the epoch in which they reach the accuracy: the median of all runs of the optimizer.
-    A size of which a seed does not reach the accuracy is left out.
-    """
-    figure, (panels,) = create_panels(1, 2, title)
-    for optimizer in ("sgd", "ngd"):
-        reached = reached_by_batch(groups[group], optimizer, target)
-        label, batches = labels_of("optimizers_cifar10")[optimizer], np.array(list(reached))
-        samples = np.array([reached[size][0] for size in batches])  # (sizes, seeds)
-        noise = np.median([reached[size][1] for size in batches])
-        least, critical = fit_critical_batch(batches, samples.mean(1))
-        style = line_styles([label])[label]
-        line = {"color": style["color"], "linewidth": 1}
-        for panel, scale in zip(panels, (batches, np.ones(len(batches)))):
-            scaled = samples / scale[:, None]
-            means = scaled.mean(1)
-            bars = [means - scaled.min(1), scaled.max(1) - means]
-            panel.errorbar(batches, means, bars, linestyle="", capsize=3, **line)
-            panel.plot(batches, means, label=label, **{**style, "linestyle": ""})
-            model = least * (1 + batches / critical) / scale
-            panel.plot(batches, model, "--", zorder=0, **line)
-            panel.axvline(noise, linestyle=":", zorder=0, **line)
-    for panel, ylabel in zip(panels, ("steps", "samples")):
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        plain_log_ticks(panel.xaxis, 2)
-        plain_log_ticks(panel.yaxis)
-        label_axes(panel, "batch size / samples", f"{ylabel} to {target} %")
-    kinds = (
-        Line2D([], [], linestyle="--", color=GREY, label="fitted model"),
-        Line2D([], [], linestyle=":", color=GREY, label="noise scale, measured"),
-    )
-    note = "marker: mean over the seeds; bar: lowest to highest seed"
-    add_legend(figure, panels[0], title=note, columns=4, further=kinds)
-    return figure
-
-
-def reached_by_batch(
-    named_runs: Mapping[str, Runs], optimizer: str, target: float
-) -> dict[int, tuple[list[float], list[float]]]:
-    """Return samples until an accuracy in percent, and noise scale of that epoch, by seed.
-
-    They are of the runs OPTIMIZER-bsSIZE, by the size, sorted. A size is left out if one of its
-    seeds does not reach the accuracy.
-    """
-    reached = {}
-    for name, runs in named_runs.items():
-        method, _, size = name.partition("-bs")
-        epochs = [epochs_to(target, rows) for rows in runs]
-        if method == optimizer and all(map(math.isfinite, epochs)):
-            samples = [each * rows[0]["samples"] for each, rows in zip(epochs, runs)]
-            noise = [rows[math.ceil(each) - 1]["noise_scale"] for each, rows in zip(epochs, runs)]
-            reached[int(size)] = (samples, noise)
-    return dict(sorted(reached.items()))
-
-
-def fit_critical_batch(batches: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
-    """Fit samples = least * (1 + batch / critical) by least squares of the logarithms.
-
-    Return the least number of samples, and the critical batch size in samples.
-    """
-    critical = 2.0 ** (np.arange(1001) / 50)  # 1 to 1,000,000
-    least = np.log(samples) - np.log1p(batches / critical[:, None])  # by each batch
-    best = least.var(axis=1).argmin()
-    return float(np.exp(least[best].mean())), float(critical[best])
 
 
 # -------------------------------------------------------------------- time on a free machine
@@ -211,11 +130,11 @@ def draw_minutes(
 ) -> Figure:
     """Draw accuracies of the logs over minutes on a machine with nothing else to do.
 
-    A panel has the names of its groups, and the file in which time_to_target has measured their
-    samples a second. The last accuracy of the method `level` is a line; without it, the panels show
-    the highest accuracies.
+    A panel has the names of its groups, and the file of benchmarks/results with their samples a
+    second, measured in turns. The last accuracy of the method `level` is a line; without it, the
+    panels show the highest accuracies.
     """
-    figure, (axes,) = create_panels(1, len(panels), title)
+    figure, axes = create_panels(len(panels), title)
     for panel, (title, shown) in zip(axes, panels.items()):
         named_runs = labelled(groups, *shown["names"])
         labels = labels_of(shown["names"][0])
@@ -236,10 +155,10 @@ def draw_minutes(
 def with_minutes(
     named_runs: Mapping[str, Runs], results: Mapping[str, Any], labels: Mapping[str, str]
 ) -> dict[str, Runs]:
-    """Add the minutes of training to each row, at the speed that time_to_target measured.
+    """Add the minutes of training to each row, at the speed that was measured in turns.
 
     The batch of these runs does not change, so that all epochs of a run take the same time.
-    Methods that are not in `results`, the json of time_to_target, are left out.
+    Methods that are not in `results`, a file of benchmarks/results, are left out.
     """
     timed: dict[str, Runs] = {}
     for name, label in labels.items():
@@ -253,44 +172,3 @@ def with_minutes(
             for rows in named_runs[label]
         ]
     return timed
-
-
-# -------------------------------------------------------------------- scaling
-
-
-def draw_scaling(groups: Groups, title: str, *, methods: Mapping[str, str]) -> Figure:
-    """Draw parallel efficiency against processes: the model as lines, measurements as markers.
-
-    The measurements are those of benchmarks/results, and not of the logs.
-    """
-    results = json.loads((RESULTS / "scaling-cpu.json").read_text(encoding="utf-8"))
-    ratios = {row["name"]: row["ratios"] for row in results["rows"]}
-    figure, axes = create_panels(2, 2, title)
-    styles = line_styles(methods.values())
-    places = itertools.product(
-        (("1 Gbit/s", "1000 Mbit/s"), ("100 Mbit/s", "100 Mbit/s")),
-        (("resnet20", 64), ("resnet110", 32)),
-    )
-    for panel, ((network, mbits), (arch, batch)) in zip(axes.flat, places):
-        predicted = results["measured"][f"{arch} predicted"][mbits]
-        for key, label in methods.items():
-            colour, marker = styles[label]["color"], styles[label]["marker"]
-            panel.plot(results["many"], predicted[key], "--", color=colour)
-            rounds = ratios[f"{arch} {network} N=2 {key}"]
-            median = statistics.median(rounds)
-            bars = [[median - min(rounds)], [max(rounds) - median]]
-            style = {"color": colour, "marker": marker, "markersize": 8, "linestyle": ""}
-            panel.errorbar([2], [median], bars, elinewidth=1, capsize=4, label=label, **style)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(results["many"], results["many"])
-        panel.minorticks_off()
-        panel.set_ylim(0, 1.05)
-        title = f"{arch.replace('resnet', 'ResNet-')}, {batch} images per process, {network}"
-        label_axes(panel, "processes", "parallel efficiency", title=title)
-    note = "measured: two processes; marker: median, bar: lowest to highest of all rounds"
-    kinds = (
-        Line2D([], [], linestyle="--", color=GREY, label="model"),
-        Line2D([], [], linestyle="", marker="o", color=GREY, label="measured"),
-    )
-    add_legend(figure, axes[0, 0], title=note, further=kinds, columns=5)
-    return figure

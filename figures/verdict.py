@@ -197,8 +197,7 @@ def write_verdict(arms: Sequence[Contender], out: Path, limits: Sequence[str]) -
 
 def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
     """Draw the search of each arm, and what its seeds reach in full over their training time."""
-    figure, axes = create_panels(1, 2, title)
-    searched, in_full = axes[0]
+    figure, (searched, in_full) = create_panels(2, title)
     for arm, colour in zip(arms, itertools.cycle(COLOURS.values())):
         shown = {rate: 100 * row["val_accuracy"] for rate, row in arm.trials.items() if row}
         rates = sorted(shown)

@@ -237,9 +237,6 @@ class RowChanges:
         return transforms
 
 
-# -------------------------------------------------------------------- of many images at once
-
-
 def scale_down(images: Tensor, size: int) -> Tensor:
     """Return (batch, channels, height, width) images with `size` pixels a side, smoothed before."""
     return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)

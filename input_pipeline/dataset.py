@@ -24,9 +24,7 @@ class BatchedDataset(Protocol):
         Rows of similar length are put into the same batch, which keeps padding low.
         """
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def batches(
         self, row_batches: Sequence[Tensor], epoch: int | None = None

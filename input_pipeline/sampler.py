@@ -48,7 +48,6 @@ class Sampler:
         return self.rows
 
     def rows_of(self, epoch: int) -> int:
-        """The number of rows that come in an epoch."""
         held_out = self._held_out_in(epoch)
         return self.rows - (0 if held_out is None else len(held_out))
 

@@ -92,7 +92,6 @@ class TextDataset:
             yield tokens.masked_fill_(is_padding, self.pad), self.labels[device_rows]
 
     def padded_length(self, rows: Tensor) -> int:
-        """Return the padded length of a batch of these rows."""
         multiple = LENGTH_MULTIPLE[self.device.type]
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)

@@ -47,19 +47,15 @@ class TorchtextTokenizer:
 
     @classmethod
     def from_str(cls, text: str) -> TorchtextTokenizer:
-        """Restore a tokenizer from the JSON string that `to_str` returned."""
         return cls(json.loads(text)["torchtext"])
 
     def to_str(self) -> str:
-        """Return the vocabulary as a JSON string."""
         return json.dumps({"torchtext": self.vocab.get_itos()})
 
     def get_vocab_size(self) -> int:
-        """Return the number of tokens, special tokens included."""
         return len(self.vocab)
 
     def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode each text as [CLS] and the ids of its words."""
         return [Encoding([CLS, *self.vocab.lookup_indices(self.split(text))]) for text in texts]
 
 

@@ -171,9 +171,6 @@ def is_mlp(module: nn.Module) -> bool:
     return is_sequential and kinds[0] is kinds[2] is nn.Linear and kinds[1] in (nn.ReLU, nn.GELU)
 
 
-# -------------------------------------------------------------------- whole models
-
-
 def fuse(model: nn.Module) -> int:
     """Fuse the layers of a model in place.
 

@@ -3,13 +3,11 @@
 saved = read_saved_model(Path("runs/my-run/best.pt"))  # or .safetensors, or a plain state_dict
 line = load_pretrained(model, saved, "my run", classes=["cat", "dog"])
 freeze_all_but_classifier(model)
-groups = decay_layers(model, groups, 0.75)            # smaller rates for layers near the input
 """
 
 import argparse
 import contextlib
 import json
-import math
 import re
 import zipfile
 from collections import OrderedDict
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 
 from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names, normal_form
-from models.image_models import part_for_colours
 from models.lora import merged
 from optimizers.param_groups import classifier_prefixes
 
@@ -313,58 +310,3 @@ def _train_unfrozen(model: nn.Module, mode: bool = True) -> nn.Module:
         if trained and all(trained):
             module.train()  # with its dropout
     return model
-
-
-def decay_layers(
-    model: nn.Module, groups: Sequence[dict[str, Any]], decay: float
-) -> list[dict[str, Any]]:
-    """Split parameter groups by layers, and give each an `lr_scale`.
-
-    A layer is what the parameters' names begin with, up to the number of a repeated block, or the
-    first two words where there is none, in the order of the parameters: conv1, bn1, layer1.0,
-    layer1.1, ..., fc. The last layer has the scale 1, and each before it `decay` times that of the
-    next, as in BEiT (arXiv:2106.08254, appendix).
-
-    Args:
-        model: whose parameters are in the groups.
-        decay: in (0, 1].
-    """
-    layers: dict[str, int] = {}
-    layer_of: dict[Tensor, int] = {}
-    for name, parameter in part_for_colours(model).named_parameters():
-        layer_of[parameter] = layers.setdefault(layer_name(name), len(layers))
-    if isinstance(weight := getattr(model, "prior_weight", None), Tensor):  # acts on the logits
-        layer_of[weight] = len(layers) - 1
-    split = []
-    for group in groups:
-        numbers = sorted({layer_of[p] for p in group["params"]})
-        for number in numbers:
-            parameters = [p for p in group["params"] if layer_of[p] == number]
-            scale = math.pow(decay, len(layers) - 1 - number)
-            split.append({**group, "params": parameters, "lr_scale": scale})
-    return split
-
-
-def layer_name(parameter: str) -> str:
-    """The layer of a parameter of this name, see `decay_layers`.
-
-    >>> layer_name("encoder.layers.encoder_layer_3.mlp.0.weight"), layer_name("norm.weight")
-    ('encoder.layers.encoder_layer_3', 'norm')
-    >>> layer_name("stages.2.blocks.1.conv.weight"), layer_name("layer1.0.conv1.weight")
-    ('stages.2.blocks.1', 'layer1.0')
-    >>> layer_name("s1.b2.conv1.conv.weight"), layer_name("Mixed_5b.branch5x5_1.conv.weight")
-    ('s1.b2', 'Mixed_5b')
-    """
-    modules = parameter.removeprefix("model.").split(".")[:-1]  # that of an Encoder
-    if len(modules) > 2 and re.search(r"\d[a-z]$", modules[0]):  # Mixed_5b, with several branches
-        return modules[0]
-    for depth, name in enumerate(modules):
-        is_block = depth >= 2 or depth == 1 and re.fullmatch(r"s\d", modules[0])  # s1.b1
-        if depth >= 1 and name.isdigit() or is_block and name[-1].isdigit():
-            inner = modules[depth + 1 :]
-            if inner and inner[0].isdigit():  # a stage of blocks
-                return ".".join(modules[: depth + 2])
-            if len(inner) > 1 and inner[0] in ("blocks", "layers") and inner[1].isdigit():
-                return ".".join(modules[: depth + 3])
-            return ".".join(modules[: depth + 1])
-    return ".".join(modules[:2])

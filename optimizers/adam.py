@@ -33,7 +33,6 @@ class AdamStep:
 
     @classmethod
     def of(cls, group: dict[str, Any], steps: Tensor, *, active: Tensor | None) -> AdamStep:
-        """The step of a parameter group, with its hyper-parameters."""
         return cls(group["betas"], group["eps"], group["weight_decay"], steps, active)
 
 

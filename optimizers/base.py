@@ -37,7 +37,6 @@ class CheckedOptimizer(torch.optim.Optimizer):
     own_ranges: dict[str, Callable[[Any], bool]] = {}  # as `RANGES`, of its own hyper-parameters
     needs_one_device = False  # whether all parameters of a group must lie on one
     made_of: Sequence[Any] = (None,)  # see `remake`
-    exchanged: tuple[int, int] = (0, 0)  # bytes of shards that a step hands over, and then sends
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -89,7 +89,6 @@ class Muon(CheckedOptimizer):
             self.parts.append(parts)
 
     def _made_of(self) -> list[Any]:
-        """What the parts depend on."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         layout = [number for p in parameters for number in (p.data_ptr(), *p.stride())]
         return [*layout, *self.held("momentum_buffer", "exp_avg", "exp_avg_sq")]

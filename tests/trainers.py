@@ -1,25 +1,56 @@
 """Trainers of single steps, and optimizers by their names."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.trainers import FP32, step_trainer
+from backends.precision import Precision
 from cli.optimizers import OPTIMIZERS
+from distributed.comm_hooks import AllReduceHook
+from distributed.world import World
 from models.transformer import Transformer
+from optimizers.schedules import Schedule
+from training.batch_sampler import DynamicBatchSampler
+from training.losses import CrossEntropy
+from training.run_log import RunLog
+from training.trainer import Trainer, TrainerConfig
 
-__all__ = ["FP32", "build_optimizer", "make_trainer"]
+FP32 = Precision("fp32", "cpu")
+ROWS = 64  # of the data set that is not there
 
 
 def make_trainer(
-    *parts: Any, loss_fn: Any = None, meta_learner: Any = None, **settings: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World | None = None,
+    *,
+    loss_fn: Any = None,
+    meta_learner: Any = None,
+    precision: Precision = FP32,
+    comm_hook: AllReduceHook | None = None,
+    **config: Any,
 ) -> Any:
-    """A trainer of single steps, also with a loss and a learner that no benchmark has."""
-    trainer = step_trainer(*parts, **settings)
-    trainer.loss_fn, trainer.meta_learner = loss_fn or trainer.loss_fn, meta_learner
-    return trainer
+    """A trainer of single steps, without data and run folder; `config` is of `TrainerConfig`."""
+    world = world or World()
+    return Trainer(
+        model,
+        optimizer,
+        loss_fn or CrossEntropy(),
+        DynamicBatchSampler(ROWS, 8 * world.size, world=world),
+        train_set=None,  # type: ignore[arg-type]  # a step reads nothing of it
+        eval_sets={},
+        lr_schedule=Schedule("constant", 1),
+        precision=precision,
+        world=world,
+        log=RunLog(Path(), is_main=False),
+        config=TrainerConfig(**config),
+        metadata={"script": "", "classes": []},
+        comm_hook=comm_hook or AllReduceHook(world),
+        meta_learner=meta_learner,
+    )
 
 
 def build_optimizer(

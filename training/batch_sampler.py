@@ -143,7 +143,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
 
     @property
     def rows_in_epoch(self) -> int:
-        """Rows of this epoch."""
         return self.order.rows_of(max(self.decided - 1, 0))
 
     @property
@@ -181,7 +180,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         )
 
     def share_out(self, size: int) -> list[int]:
-        """A batch among the ranks."""
         if self.balancer is None:
             return dynamic_batch.apportion(size, [1.0] * self.world.size)
         minimum = min(MIN_RANK_ROWS, size // self.world.size)
@@ -192,7 +190,6 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         return batch_sizes(self.rows_in_epoch, size, smallest=MIN_RANK_ROWS * self.world.size)
 
     def steps(self) -> int:
-        """The number of steps in this epoch."""
         return len(self._sizes(self.size))
 
     def plan(self, epoch: int, done: int) -> list[RankBatch]:

@@ -47,7 +47,6 @@ class Checkpoint:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags of the run that wrote it."""
         return self.metadata["flags"]
 
     @property

@@ -51,7 +51,6 @@ class Features:
     def batches(
         self, row_batches: Sequence[Tensor], epoch: int | None = None
     ) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield one (inputs, labels) pair for each entry of `row_batches`."""
         for rows in row_batches:
             rows = rows.to(self.labels.device)
             yield self.features[rows], self.labels[rows]

@@ -101,5 +101,4 @@ class MetaLearner:
         return {"sums": self.meta.row_losses.sums.cpu()}
 
     def load_rank_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `rank_state_dict` returned."""
         self.meta.row_losses.sums.copy_(state["sums"])

@@ -24,11 +24,9 @@ class MicroBatches:
 
     @property
     def several(self) -> bool:
-        """Whether a step may have more than one."""
         return self.accumulation_steps > 1 or self.limit is not None
 
     def number(self, batch_size: int) -> int:
-        """The number of micro-batches of a batch of this size."""
         needed = -(-batch_size // (self.limit or batch_size))
         return max(needed, min(self.accumulation_steps, batch_size // MIN_ROWS), 1)
 

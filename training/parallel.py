@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backends.torch_compat import ddp_buffer_arguments
 from distributed import fsdp
-from distributed.averaging import RankAverager, Traffic, average_tensors
+from distributed.averaging import RankAverager, average_tensors
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import World
-from optimizers.base import CheckedOptimizer, CommunicatingOptimizer, global_norm
+from optimizers.base import CommunicatingOptimizer, global_norm
 
 BUCKET_MIB = 25  # of gradients in one all-reduce
 
@@ -63,11 +63,7 @@ class Parallel:
         """
 
     def sync_next(self, is_last: bool) -> None:
-        """Let the next passes, those of a step's last micro-batch or not, share gradients or not.
-
-        Args:
-            is_last: the gradients are complete after these.
-        """
+        """Let the next passes share gradients if `is_last`: if those are complete after them."""
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the Euclidean norm () of the gradients that this rank's optimizer steps along."""
@@ -89,7 +85,6 @@ class Parallel:
         """Apply what is scheduled by epochs, counted from 0."""
 
     def epoch_metrics(self) -> dict[str, float]:
-        """Return what is added to the metrics of an epoch."""
         return {}
 
     def whole_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -167,21 +162,15 @@ class AllReduce(Parallel):
 
 
 class Sharded(Parallel):
-    """A model that `fsdp.shard` has cut, with an optimizer of its shards."""
+    """A model that `fsdp.shard` has cut, with an optimizer of its shards; no bytes are counted."""
 
     passes_communicate = True
 
     def sync_next(self, is_last: bool) -> None:
         self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        self.world.traffic += fsdp.traffic_per_micro_batch(self.model)[is_last]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         return super().norm(gradients).full_tensor()  # type: ignore[attr-defined]
-
-    def finish_step(self, skip: Tensor) -> Tensor:
-        if isinstance(self.optimizer, CheckedOptimizer):
-            self.world.traffic += Traffic(*self.optimizer.exchanged)
-        return skip
 
     def whole_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         weights, moments = super().whole_state()

@@ -92,7 +92,6 @@ class Progress:
         return self.samples - (self.rows[-1]["samples"] if self.rows else 0)
 
     def device_hours(self, world: World) -> float:
-        """What the run has cost until now."""
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
 
     def count_step(self, samples: int) -> None:
@@ -123,7 +122,6 @@ class Progress:
         return best
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

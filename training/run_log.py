@@ -236,7 +236,6 @@ class RunLog:
             )
 
     def close(self) -> None:
-        """Close the tracked run, and release the folder."""
         if self.tracked is not None:
             self.tracked.close()
         if self.lock is not None:

@@ -109,7 +109,6 @@ class ComputeTimer:
         self.begin = self.last = self._now()
 
     def gradients_ready(self, bucket: dist.GradBucket | None = None) -> None:
-        """Note that gradients are there to be sent."""
         self.last = self._now()
 
     def stop(self) -> None:

@@ -122,7 +122,6 @@ class TrackedRun:
                 self.opened[0](numbers, int(row["step"]))
 
     def close(self) -> None:
-        """Close the run; nothing is sent any more."""
         if self.opened is not None:
             with self._no_disturbance():
                 self.opened[1]()

@@ -66,7 +66,6 @@ class TrainState:
         }
 
     def _rank_state(self, weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
-        """Return what is this rank's own."""
         diverge, timer, meta_learner = (
             self.parallel.replicas_diverge,
             self.compute_timer,
@@ -149,7 +148,7 @@ class TrainState:
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load moments, counters and the last rate; all other settings stay those of the flags."""
-    names = {*optimizer.defaults, "lr_scale"} - {"lr"}
+    names = optimizer.defaults.keys() - {"lr"}
     settings = [{name: g[name] for name in names if name in g} for g in optimizer.param_groups]
     load_into(optimizer, state, "optimizer")
     for group, own in zip(optimizer.param_groups, settings):

@@ -312,7 +312,6 @@ class Trainer:
         return bool(agreed)
 
     def wish(self, signals: list[int]) -> int:
-        """What this rank votes for."""
         return DIVERGED if self.has_diverged else int(bool(signals))
 
     # ---------------------------------------------------------------- one step
@@ -443,11 +442,9 @@ class Trainer:
         self.sums.add_step(step_sums, skip)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of the parameters that have one."""
         return [each.grad for each in self.parallel.parameters if each.grad is not None]
 
     def scheduled_lr(self) -> float:
-        """The learning rate of the step about to be done."""
         one_step = 1 / self.batches.steps()
         epochs_done = self.progress.epoch + self.progress.step_in_epoch * one_step
         factor = self.lr_schedule(epochs_done, one_step) * self.progress.lr_factor
@@ -456,16 +453,13 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all parameters; a recorded step reads it from a tensor."""
         for group in self.optimizer.param_groups:
-            own_lr = lr * group.get("lr_scale", 1.0)
             if self.graph is not None:
-                group["lr"].fill_(own_lr)
+                group["lr"].fill_(lr)
             else:
-                group["lr"] = own_lr
+                group["lr"] = lr
 
     def last_lr(self) -> float:
-        """The learning rate of the last step, without the factors of layers."""
-        group = self.optimizer.param_groups[0]
-        return float(group["lr"]) / group.get("lr_scale", 1.0)
+        return float(self.optimizer.param_groups[0]["lr"])
 
     # ---------------------------------------------------------------- the end of an epoch
 
@@ -504,6 +498,8 @@ class Trainer:
             evaluated=evaluated,
         )
         row |= learned | self.parallel.epoch_metrics()
+        if self.parallel.passes_communicate:  # torch does not say what it sends
+            del row["comm_bytes"], row["wire_bytes"]
         row["skipped_steps"] = math.ceil(totals.skipped)
         if totals.skipped:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
@@ -558,7 +554,6 @@ class Trainer:
         return columns
 
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
-        """What a model reaches on each evaluation set."""
         return {
             name: evaluation.evaluate(
                 model,
@@ -600,7 +595,6 @@ class Trainer:
         return [each for name, each in moving if name.endswith(kinds)]
 
     def copied_statistics(self) -> list[Tensor]:
-        """A copy of `statistics`."""
         return [each.clone() for each in self.statistics()]
 
     def guard_statistics(self, num_skipped: int) -> None:

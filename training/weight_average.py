@@ -41,7 +41,6 @@ class WeightAverage:
         self.start(model)
 
     def start(self, model: nn.Module) -> None:
-        """Begin anew with a model."""
         self.steps = 0
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.paired: nn.Module | None = None  # whose values stand beside the averages

@@ -95,7 +95,6 @@ class TargetScript:
         return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
 
     def has_effect(self, name: str) -> bool:
-        """Whether a flag changes anything in a trial."""
         flag = script_parser(self.file).find(name)
         return flag is not None and flag.has_effect(self.flags({}))
 

@@ -40,7 +40,6 @@ BOTH = [
     ("--predict a.png --evaluate", "--evaluate and --predict: one run of the script does one"),
     ("--out /dev/null/run", "/dev/null/run"),
     ("--timeout 1e10 1", "--timeout"),
-    ("--layer_decay 1e-300", "--layer_decay"),
     ("--ngd --opt_args adamw_ratio=inf", "adamw_ratio"),
     ("--dynamic_batch increase --batch_args min=0", "batches from 0"),
 ]

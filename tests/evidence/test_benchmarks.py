@@ -9,14 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import errors
-import resnet50_test
-from backends import machine
-from benchmarks import bench, fine_tune, time_to_target, train_peer, trainers
-from benchmarks.scaling import Network, step_seconds
-from conftest import run
+from benchmarks import bench, fine_tune, train_peer
 from figures import run_logs
 
 
@@ -61,50 +56,12 @@ def test_a_warm_up_lasts_until_nothing_is_compiled(monkeypatch):
     assert turns == [0.5, 0.5]
 
 
-SMALL_RUN = "--dataset digits --arch resnet8 --bs 64 --subset 0.5 --threads 1 --epochs 2 --lr 0.01"
-
-
-def test_time_to_an_accuracy_of_logged_runs(tmp_path, capsys, monkeypatch):
-    logs, opened = tmp_path / "logs", []
-    for name, flags in (
-        ("ngd-seed0", "--ngd"),
-        ("ngd-seed1", "--ngd --seed 1"),
-        ("sgd-seed0", "--optimizer sgd"),
-    ):
-        run(resnet50_test, SMALL_RUN, flags, "--out", logs / name)
-    take_steps = trainers.steps_of
-
-    def spy(trainer):
-        opened.append(type(trainer.optimizer).__name__)
-        return take_steps(trainer)
-
-    monkeypatch.setattr(trainers, "steps_of", spy)
-    capsys.readouterr()
-    words = f"time_to_target.py --quick --json {tmp_path}/times.json {logs}"
-    monkeypatch.setattr(sys, "argv", words.split())
-    time_to_target.main()
-    assert opened == ["NGD", "SGD"]
-    header, *rows = capsys.readouterr().out.strip().splitlines()[-5:-2]
-    assert "samples/s" in header
-    assert [row.split()[0:4:3] for row in rows] == [["ngd", "2"], ["sgd", "1"]]
-    text = (tmp_path / "times.json").read_text()
-    assert "Infinity" not in text
-    written = json.loads(text)
-    assert machine.device_name(torch.device("cpu")) in written["machine"]
-    assert written["samples_per_epoch"] == {"ngd": 719, "sgd": 719}
-    assert [len(written["samples_per_second"][name]) for name in ("ngd", "sgd")] == [3, 3]
-
-
 def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
     """It grows evenly between evaluations."""
     accuracies = [None, 0.4, None, None, 0.7]
     rows = [{"epoch": n, "test_accuracy": value} for n, value in enumerate(accuracies, 1)]
     epochs = [run_logs.epochs_to(target, rows) for target in (20, 50, 70, 71)]
     assert epochs == pytest.approx([1, 3, 5, math.inf])
-    assert time_to_target.targets_of({"a": [rows], "b": [rows[:2], rows]}) == [40, 70]
-    rows[0]["samples"] = 600
-    assert time_to_target.time_to(50, [rows], rate=10.0) == "3.00 ep 3.00 min"
-    assert time_to_target.time_to(71, [rows], rate=10.0) == "0 of 1 seeds"
 
 
 def fine_tuned(start: float, *accuracies: float | None) -> fine_tune.Run:
@@ -129,31 +86,8 @@ def test_seconds_of_fine_tuning_are_to_the_mean_accuracy_of_the_peer(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["bars"][0]["measured"] is None
 
 
-# -------------------------------------------------------------------- predicted steps
-
-LINE = Network(latency=0.001, seconds_per_byte=1e-6)
-
-
-def test_the_fit_recovers_latency_and_bandwidth() -> None:
-    for ranks in (2, 4):
-        taken = {size: LINE.all_reduce(size, ranks) for size in (4, 1 << 16, 1 << 22)}
-        fitted = Network.fit(taken, ranks)
-        assert fitted.latency == pytest.approx(LINE.latency)
-        assert fitted.seconds_per_byte == pytest.approx(LINE.seconds_per_byte)
-
-
-def test_the_backward_pass_hides_what_is_sent_during_it() -> None:
-    cost = LINE.all_reduce(1000, 2)  # 3 ms
-    assert step_seconds(0.1, [], LINE, 2) == 0.1
-    assert step_seconds(0.1, [(0.02, 1000, True), (0.09, 1000, True)], LINE, 2) == pytest.approx(
-        0.1 + cost
-    )  # the first is hidden
-    late = [(0.088, 1000, True), (0.09, 1000, True)]  # the second waits for the first
-    assert step_seconds(0.1, late, LINE, 2) == pytest.approx(0.1 + 0.088 + 2 * cost - 0.09)
-
-
 def test_a_peer_refuses_what_it_would_ignore():
-    for flag in ("--weights a.pt", "--freeze", "--lr_scaling sqrt", "--layer_decay 0.5"):
+    for flag in ("--weights a.pt", "--freeze", "--lr_scaling sqrt"):
         words = ["soap", "resnet50_test.py", "--optimizer", "adamw", *flag.split()]
         with pytest.raises(errors.InputError, match="is for the script alone"):
             train_peer.parse(words)

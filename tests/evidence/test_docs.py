@@ -31,7 +31,7 @@ PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 TOOL_FLAGS = "--all --legacy --allow_dirty --list --logs --minutes --only --compile --quick --json"
-TOOL_FLAGS += " --network --ranks --cifar --report --source --sides --nodes --gpus-per-node"
+TOOL_FLAGS += " --report --source --sides --nodes --gpus-per-node"
 TOOL_FLAGS += " --logdir --batch-size --nnodes --rdzv_backend --rdzv_endpoint"  # torchrun's, ours
 TOOL_FLAGS += " --cpus-per-task --gpus --ipc"  # of sbatch and docker
 

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -154,13 +153,6 @@ def test_every_picture_is_drawn_again_byte_for_byte(tmp_path):
         draw.save(pictures.draw_picture(name, groups), tmp_path / f"{name}.png")
         committed = (draw.PICTURES / f"{name}.png").read_bytes()
         assert (tmp_path / f"{name}.png").read_bytes() == committed, f"{name}: run make figures"
-
-
-def test_the_critical_batch_is_the_one_that_the_samples_were_made_with():
-    batches = [32, 128, 512, 2048]
-    samples = [5e4 * (1 + size / 700) for size in batches]
-    least, critical = pictures.fit_critical_batch(np.array(batches), np.array(samples))
-    assert (least, critical) == (pytest.approx(5e4, rel=0.01), pytest.approx(700, rel=0.01))
 
 
 # -------------------------------------------------------------------- the runner

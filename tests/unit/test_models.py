@@ -10,7 +10,6 @@ from torchvision import models
 from backends.precision import Precision
 from conftest import each_of
 from models.image_models import create_model
-from models.pretrained import decay_layers
 from models.transformer import PAD, UNKNOWN, Dropout, Transformer
 from models.vgg import patch_filters
 
@@ -193,6 +192,3 @@ def test_a_prior_adds_its_scores_over_the_root_of_the_words():
         torch.testing.assert_close(model(tokens), expected)
         torch.testing.assert_close(model(tokens[1:, :3]), expected[1:])
     assert "prior" in {name for name, _ in model.named_buffers()} & model.state_dict().keys()
-    groups = decay_layers(model, [{"params": list(model.parameters())}], 0.5)
-    [scale] = [g["lr_scale"] for g in groups for p in g["params"] if p is model.prior_weight]
-    assert scale == 1, "it acts on the logits, as the last layer does"

@@ -140,10 +140,6 @@ def test_the_flags_scale_the_rate_and_leave_the_classifier_to_adamw():
         ours = factory.create_optimizer(args, run, model)
         assert ours.defaults["lr"] == pytest.approx(0.1 * factor)
         assert not any(group["ngd"] for group in ours.param_groups)
-    two = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    args = parsed(resnet50_test, "--layer_decay 0.5")
-    ours = factory.create_optimizer(args, run, two)
-    assert {group["lr_scale"] for group in ours.param_groups} == {0.5, 1.0}
 
 
 def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_positions():

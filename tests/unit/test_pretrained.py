@@ -320,25 +320,6 @@ def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name():
     assert "fc begins anew" in load_into(model, saved, "vwxyz")
 
 
-@each_of(("name", "layers"), [("vit_b_16", 17), ("densenet121", 65), ("googlenet", 16)])
-def test_each_block_is_a_layer_of_its_own(name, layers):
-    model = image_models.create_model(name, classes=5, channels=1, image_size=224)
-    split = pretrained.decay_layers(model, [{"params": list(model.parameters())}], 0.5)
-    assert len(split) == layers
-    assert len({group["lr_scale"] for group in split}) == layers
-
-
-def test_a_run_logs_the_rate_of_the_last_layer(here):
-    flags = "--dataset digits --arch resnet8 --epochs 1 --lr_schedule constant --warmup 0"
-    more = "--optimizer adamw --lr 0.002 --layer_decay 0.5 --threads 1 --out run"
-    run(resnet50_test, flags, more)
-    [row] = ranks.metrics(here / "run")
-    assert row["lr"] == pytest.approx(0.002)
-    groups = torch.load("run/last.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert max(group["lr"] for group in groups) == pytest.approx(0.002)
-    assert min(group["lr"] for group in groups) < 0.0005
-
-
 def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
     """Into the run, its export and its predictions; a run resumed or tuned from there keeps it."""
     safetensors = pytest.importorskip("safetensors")
