@@ -564,7 +564,7 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         print(f"{what} on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(evaluation.class_table(result, classes))
         rows = result.calibrated(found.card.temperature).rows
-        print(describe_scores(rows.scores() if rows else None))
+        print(f"probabilities: {describe_scores(rows.scores() if rows else None)}")
 
 
 def report_predictions(

@@ -102,7 +102,6 @@ def render(runs: Sequence[ReportedRun]) -> str:
         curves=curves(runs),
         flags=table_of_flags(runs),
         class_scores=class_scores,
-        label_scores=label_scores,
         in_words=in_words,
         max_classes=MAX_CLASSES,
         most_frequent_mistakes=most_frequent_mistakes,
@@ -147,7 +146,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "last result": show_result(row),
         "averaged result": show_views(row),
         "best result": f"{show_result(best)}, {chosen}" if best else "",
-        "probabilities": describe_scores(run.result.get("scores", {})),
+        "probabilities": describe_scores(run.result["scores"]) if run.result else "",
         "time": duration(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
@@ -273,16 +272,14 @@ def show_flag(value: Any) -> str:
 # -------------------------------------------------------------------- classes
 
 
-def class_scores(confusion: Confusion) -> Table:
-    """Return a row for each class and one for their means: scores in percent, and rows."""
-    pairs = torch.from_numpy(confusion.counts)
-    counts = torch.stack([pairs.diag(), pairs.sum(1), pairs.sum(0)])
-    return label_scores(confusion.classes, counts)
+def class_scores(names: Sequence[str], *class_counts: Sequence[int]) -> Table:
+    """Return a row for each class and one for their means: scores in percent, and rows.
 
-
-def label_scores(names: Sequence[str], class_counts: Any) -> Table:
-    """Return the same of `Evaluation.class_counts`, also where rows have several labels."""
-    counts = torch.as_tensor(class_counts)
+    Args:
+        names: of the classes.
+        class_counts: of each class correct rows, rows and predictions.
+    """
+    counts = torch.from_numpy(np.stack(class_counts))
     scores = (100 * evaluation.class_scores(counts)).tolist()
     rows = [*counts[1].tolist(), counts[1].sum().item()]
     lines = zip([*names, "mean, sum"], scores, rows)

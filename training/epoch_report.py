@@ -15,8 +15,9 @@ from training.progress import Progress
 from training.scores import Show, describe_scores, worst_rows
 from training.step_stats import StepTotals
 
-SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"}
-SHARES |= {"auroc": METRIC_NAMES["auroc"]}
+SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"} | {
+    "auroc": "AUROC"
+}
 MAX_LISTED = 20  # classes of a table at the end of a run
 
 
@@ -189,7 +190,8 @@ def report_result(
             print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
             print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
     if result:
-        print(f"last.pt on the {result['eval_set']} set: {describe_scores(result['scores'])}")
+        words = describe_scores(result["scores"])
+        print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
     print(

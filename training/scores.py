@@ -26,6 +26,14 @@ MOST_FITTED = 10_000  # rows that a temperature is fitted to
 MAX_CLASSES = 1000  # of an evaluation that keeps the logits of its rows
 MAX_LOGITS = 50_000_000  # of one: 200 MB, which the ranks add up
 TOO_MANY = "AUROC and calibration are left out beyond 1,000 classes or 50 million logits"
+SCORES = {  # in words
+    "auroc": "AUROC {:.2%}",
+    "average_precision": "average precision {:.2%}",
+    "kappa": "Cohen's kappa {:.4f}",
+    "calibration_error": "calibration error {:.2%}",
+    "uncalibrated_error": "{:.2%} without the temperature",
+    "temperature": "which is {:.3f}",
+}
 WORST = 12  # rows that a report shows
 MOST_NAMED = 5  # labels of a row that it names
 Show = Callable[[int], dict[str, str]]
@@ -58,39 +66,36 @@ class ScoredRows:
         targets = self.targets.double()
         return F.binary_cross_entropy_with_logits(scaled, targets, reduction="none").sum(1)
 
-    def of_each_class(
-        self, measure: Callable[[Any, Any], float], *, needs_others: bool = False
-    ) -> Tensor:
-        """Return a measure of each class against all others, (classes,) float64.
+    def of_each_class(self, measure: Callable[[Any, Any], float], *, least_others: int) -> Tensor:
+        """Return a measure of each class against the rest, (classes,) float64.
 
-        It is not a number for a class that no row has. Of two classes only the second one counts.
+        It is not a number where no row has the class. Of two classes only the second one counts.
 
         Args:
             measure: of whether rows have the class, and of their scores.
-            needs_others: it is not a number either for a class that every row has.
+            least_others: rows without the class, with fewer of which it is not a number either.
         """
         # Of several labels, logits have the order of the probabilities.
         scores = self.logits if self.is_multilabel else self.probabilities()
-        classes = scores.shape[1]
-        found = torch.full((classes,), torch.nan, dtype=torch.float64)
-        first = int(classes == 2 and not self.is_multilabel)
-        for number in range(first, classes) if scores.isfinite().all() else ():
+        found = torch.full((scores.shape[1],), torch.nan, dtype=torch.float64)
+        first = int(len(found) == 2 and not self.is_multilabel)
+        for number in range(first, len(found)) if scores.isfinite().all() else ():
             has = self.targets[:, number] > 0 if self.is_multilabel else self.targets == number
-            if has.any() and not (needs_others and has.all()):
+            if 0 < has.sum() <= len(has) - least_others:
                 found[number] = measure(has.numpy(), scores[:, number].numpy())
         return found
 
     def auroc(self) -> float:
-        """Return the mean of the classes' areas under the ROC curve, each against the rest."""
+        """Return the mean of the classes' areas under the ROC curve."""
         from sklearn.metrics import roc_auc_score
 
-        return self.of_each_class(roc_auc_score, needs_others=True).nanmean().item()
+        return self.of_each_class(roc_auc_score, least_others=1).nanmean().item()
 
     def average_precisions(self) -> Tensor:
         """Return the average precision of each class, as of `of_each_class`."""
         from sklearn.metrics import average_precision_score  # takes a second
 
-        return self.of_each_class(average_precision_score)
+        return self.of_each_class(average_precision_score, least_others=0)
 
     def calibration_error(self) -> float:
         """Return the mean distance between probability and share of hits over 15 bins, in 0..1.
@@ -107,15 +112,13 @@ class ScoredRows:
         return (sums.abs().sum() / len(gaps)).item()
 
     def scores(self) -> dict[str, float]:
-        """Return the figures of `describe_scores`; none where a logit is not finite."""
+        """Return the finite figures of `SCORES` by their names."""
         from sklearn.metrics import cohen_kappa_score
 
         if not self.logits.isfinite().all():
             return {}
-        found = {
-            "auroc": self.auroc(),
-            "average_precision": self.average_precisions().nanmean().item(),
-        }
+        found: dict[str, Any] = {"auroc": self.auroc()}
+        found["average_precision"] = self.average_precisions().nanmean()
         if not self.is_multilabel:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of rows of one class, which have none
@@ -124,7 +127,7 @@ class ScoredRows:
         if self.temperature != 1:
             found["uncalibrated_error"] = replace(self, temperature=1.0).calibration_error()
             found["temperature"] = self.temperature
-        return found
+        return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
 def keeps_logits(rows: int, classes: int) -> bool:
@@ -132,26 +135,12 @@ def keeps_logits(rows: int, classes: int) -> bool:
     return classes <= MAX_CLASSES and rows * classes <= MAX_LOGITS
 
 
-def describe_scores(scores: Mapping[str, Any] | None) -> str:
-    """Write `ScoredRows.scores` as a line, without those that are not a number; None: too many."""
+def describe_scores(scores: Mapping[str, float] | None) -> str:
+    """Write `ScoredRows.scores` as a line; None stands for too many rows or classes."""
     if scores is None:
         return TOO_MANY
-    forms = {
-        "auroc": "AUROC {:.2%}",
-        "average_precision": "average precision {:.2%}",
-        "kappa": "Cohen's kappa {:.4f}",
-        "calibration_error": "calibration error {:.2%}",
-    }
-    known = {name: value for name, value in scores.items() if value is not None}
-    words = [
-        form.format(known[name]).replace("%", " %")
-        for name, form in forms.items()
-        if math.isfinite(known.get(name, math.nan))
-    ]
-    if "temperature" in known:
-        before = f"{100 * known['uncalibrated_error']:.2f} %"
-        words[-1] += f" (without the temperature of {known['temperature']:.3f}: {before})"
-    return ", ".join(words)
+    words = [form.format(scores[name]) for name, form in SCORES.items() if name in scores]
+    return ", ".join(words).replace("%", " %") or "a logit is not finite"
 
 
 def fit_temperature(rows: ScoredRows) -> float:
@@ -185,24 +174,24 @@ def worst_rows(rows: ScoredRows, classes: Sequence[str], show: Show) -> list[dic
 
     Args:
         classes: names.
-        show: of a row; what it cannot read is left out.
+        show: of a row; a row that it cannot read is not shown.
     Returns:
         Of each row its number from 1 on, loss, labels and predictions with their probabilities, and
         what `show` returns.
     """
     losses, found = rows.losses(rows.temperature), []
     for number in losses.topk(min(WORST, len(losses))).indices.tolist():
-        one = replace(rows, logits=rows.logits[[number]], targets=rows.targets[[number]])
-        [probabilities], logits = one.probabilities().tolist(), one.logits[0]
-        numbers = {"labels": one.targets, "predicted": logits.argmax()[None]}
+        logits, target = rows.logits[number], rows.targets[number]
+        one = replace(rows, logits=logits[None], targets=target[None])
+        [probabilities] = one.probabilities().tolist()
+        numbers = {"labels": target, "predicted": logits.argmax()}
         if rows.is_multilabel:
-            numbers = {"labels": one.targets[0].nonzero(), "predicted": (logits > 0).nonzero()}
-        named = {
-            name: [[classes[i], probabilities[i]] for i in each.flatten().tolist()[:MOST_NAMED]]
-            for name, each in numbers.items()
-        }
-        shown: dict[str, str] = {}
+            numbers = {"labels": target.nonzero(), "predicted": (logits > 0).nonzero()}
+        row: dict[str, Any] = {"row": number + 1, "loss": losses[number].item()}
+        for name, each in numbers.items():
+            few = each.flatten().tolist()[:MOST_NAMED]
+            row[name] = [[classes[i], probabilities[i]] for i in few]
         with contextlib.suppress(InputError, OSError):
-            shown = show(number)
-        found.append({"row": number + 1, "loss": losses[number].item(), **named, **shown})
+            row |= show(number)
+        found.append(row)
     return found

@@ -562,11 +562,13 @@ class Trainer:
         model = self.model if self.average is None else self.average.model
         evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
         rows = evaluated["val"].rows if "val" in evaluated else None
-        temperature = self.progress.temperature = fit_temperature(rows) if rows else 1.0
+        # as rank 0 computes it: ranks that round otherwise would choose another best epoch
+        temperature = self.world.broadcast(fit_temperature(rows) if rows else 1.0)
+        self.progress.temperature = temperature
         evaluated = {name: each.calibrated(temperature) for name, each in evaluated.items()}
         self.evaluated = evaluated
         self.log.confusion(epoch, evaluated, self.metadata["classes"])
-        columns = self.columns(evaluated)
+        columns = self.world.broadcast(self.columns(evaluated))
         if (views := self.config.num_views) > 1 and self.is_over({"epoch": epoch, **columns}):
             evaluated = self.evaluate_on_sets(AveragedViews(model, views))
             columns |= {"views": views, **self.columns(evaluated, suffix="_views")}
