@@ -42,10 +42,10 @@ class Outputs:
         return logits.sigmoid() if self.is_multilabel else logits.softmax(1)
 
     def described(self) -> dict[str, Any]:
-        """Return what an exported file says of its outputs, where they are no plain logits."""
+        """Return what an exported file says of its outputs."""
         said = "logits; the sigmoid is the probability of each label, set above 0.5"
-        divided_by = {"temperature": self.temperature} if self.temperature != 1 else {}
-        return divided_by | ({"output": said} if self.is_multilabel else {})
+        of_labels = {"output": said} if self.is_multilabel else {}
+        return {**of_labels, "temperature": self.temperature}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation, class_table
 from training.progress import Progress
+from training.run_log import RunLog
 from training.scores import Show, describe_scores, worst_rows
 from training.step_stats import StepTotals
 
@@ -149,24 +150,26 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
 def report_result(
     progress: Progress,
     world: World,
-    folder: Path,
+    log: RunLog,
     *,
     is_saved: bool = True,
     baseline: Mapping[str, Any] | None = None,
-    evaluated: Mapping[str, Evaluation] | None = None,
-    classes: Sequence[str] = (),
-    result: Mapping[str, Any] | None = None,
+    evaluated: Mapping[str, Evaluation],
+    classes: Sequence[str],
+    shown: Mapping[str, Show],
 ) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
+    What its report shows of the last evaluation is written as well.
+
     Args:
-        progress, world, folder: of the run.
+        progress, world, log: of the run.
         is_saved: whether the last checkpoint could be written.
         baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
         evaluated: the last evaluation on each set, of which a table of the labels is printed where
             rows may have several.
         classes: their names.
-        result: what `final_result` returned, if there was an evaluation.
+        shown: what a report shows of the rows of a set, by its name.
     Raises:
         InputError: it could not.
     """
@@ -183,13 +186,15 @@ def report_result(
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
-    for name, found in (evaluated or {}).items():
+    for name, found in evaluated.items():
         if found.average_precision is not None:
             *lines, of_all = class_table(found, classes).splitlines()
             more = [f"{len(lines) - MAX_LISTED:>20} more"] if len(lines) > MAX_LISTED else []
             print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
             print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
-    if result:
+    if evaluated:
+        result = final_result(evaluated, classes, epoch=len(rows), shown=shown)
+        log.result(result)
         words = describe_scores(result["scores"])
         print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
@@ -197,7 +202,7 @@ def report_result(
     print(
         f"{progress.seconds:.1f} s, {speed:.0f} samples/s, peak memory "
         f"{peak / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
-        f"device-hours; run folder {folder}",
+        f"device-hours; run folder {log.folder}",
         flush=True,
     )
     known = dict(baseline or {})
@@ -207,7 +212,7 @@ def report_result(
         print(f"last.pt: {Baseline(**known).verdict(reached)}", flush=True)
     if not is_saved:
         raise InputError(
-            f"{folder}/last.pt could not be written at the end of the run (see the warnings "
+            f"{log.folder}/last.pt could not be written at the end of the run (see the warnings "
             "above); make room, or a folder that can be written, and train again or go on with "
             "--resume"
         )
@@ -223,10 +228,8 @@ def final_result(
     """What a report shows of the last evaluation on the test set, else on the validation set.
 
     Args:
-        evaluated: the evaluation of each set.
-        classes: names.
-        epoch: after which it was.
-        shown: what a report shows of the rows of a set, by its name.
+        evaluated, classes, shown: as of `report_result`.
+        epoch: after which the evaluation was.
     """
     name = "test" if "test" in evaluated else "val"
     found, rows = evaluated[name], evaluated[name].rows

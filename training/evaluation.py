@@ -230,20 +230,15 @@ def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
     """
     assert evaluation.class_counts is not None
     scores, rows = class_scores(evaluation.class_counts).tolist(), evaluation.class_counts[1]
+    title, shown = "", [recall for _, recall, _ in scores]
+    of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
     if evaluation.average_precision is not None:
-        lines = [
-            f"{name:>20}  AP {100 * precision:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
-            for name, precision, (_, _, f1), number in zip(
-                classes, evaluation.average_precision.tolist(), scores, rows.tolist()
-            )
-        ]
+        title, shown = "AP ", evaluation.average_precision.tolist()
         shares = {"mAP": evaluation.map, "micro-F1": evaluation.micro_f1}
         shares |= {"macro-F1": evaluation.macro_f1, "all labels right": evaluation.accuracy}
         of_all = "  ".join(f"{name} {100 * (share or 0):.2f} %" for name, share in shares.items())
-        return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])
     lines = [
-        f"{name:>20}  {100 * recall:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
-        for name, (_, recall, f1), number in zip(classes, scores, rows.tolist())
+        f"{name:>20}  {title}{100 * first:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
+        for name, first, (_, _, f1), number in zip(classes, shown, scores, rows.tolist())
     ]
-    of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
     return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])

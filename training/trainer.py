@@ -40,7 +40,7 @@ from training import evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
-from training.epoch_report import epoch_columns, epoch_row, final_result, report_result
+from training.epoch_report import epoch_columns, epoch_row, report_result
 from training.losses import LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
@@ -245,20 +245,15 @@ class Trainer:
         Raises:
             InputError: the last checkpoint could not be written.
         """
-        classes, epoch = self.metadata["classes"], len(self.progress.rows)
-        result: dict[str, Any] = {}
-        if self.evaluated and self.world.is_main:
-            result = final_result(self.evaluated, classes, epoch=epoch, shown=self.shown)
-            self.log.result(result)
         report_result(
             self.progress,
             self.world,
-            self.log.folder,
+            self.log,
             is_saved="last" not in self.checkpointer.unsaved,
             baseline=self.metadata.get("baseline"),
             evaluated=self.evaluated,
-            classes=classes,
-            result=result,
+            classes=self.metadata["classes"],
+            shown=self.shown,
         )
 
     def train_epoch(self, signals: list[int]) -> bool:

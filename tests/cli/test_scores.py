@@ -148,9 +148,9 @@ def test_figures_that_do_not_exist_are_left_out_and_too_many_rows_have_none(
 
     one = scored([[1.0, 2.0], [0.0, 3.0]], [1, 1])
     assert one.keys() == {"average_precision", "calibration_error"}, "of one class"
-    two = scored([[1.0, 0.0], [0.0, 3.0], [0.0, 1.0]], [0, 1, 0])
-    assert two["auroc"] == 1
-    assert two["average_precision"] == 1, "of the second of two classes"
+    two = scored([[1.0, 0.0], [0.0, 3.0], [0.0, 1.0]], [1, 1, 0])
+    assert two["auroc"] == 0.5
+    assert two["average_precision"] == pytest.approx(5 / 6), "of the second of two classes"
     assert scored([[1.0, torch.nan]], [1]) == {}
     assert describe_scores({}) == "a logit is not finite"
     monkeypatch.setattr(scores, "MAX_LOGITS", 99)
