@@ -60,6 +60,7 @@ class Data:
         labels: (rows,) class numbers of the training set; or (rows, classes) of 0 and 1.
         held_out: the rows of `policy_rows`, from which a mixing policy learns.
         model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
+        shown: what a report shows of a row of an evaluation set, by the name of the set.
     """
 
     train: BatchedDataset
@@ -68,6 +69,7 @@ class Data:
     labels: Tensor
     held_out: BatchedDataset | None = None
     model_mixes: bool = False
+    shown: Mapping[str, Callable[[int], dict[str, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ trainer = create_trainer(settings, run, data, model=model, ...)
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,13 +48,14 @@ from training.card import read_card
 from training.checkpoint import Checkpoint
 from training.classifier import Classifier
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
-from training.export import export
+from training.export import Calibrated, export
 from training.losses import BinaryCrossEntropy, CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.predictions import Sample
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
 from training.run_segments import describe_last, next_segments
+from training.scores import TOO_MANY, describe_scores, keeps_logits
 from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
@@ -375,6 +377,9 @@ def create_trainer(
 ) -> Trainer:
     """Make the trainer of these parts, and the run folder."""
     world = run.world
+    sizes = [(len(each), len(data.metadata["classes"])) for each in data.eval_sets.values()]
+    if settings.best_by == "auroc" and not all(keeps_logits(*size) for size in sizes):
+        raise InputError(f"--best_by auroc: {TOO_MANY}; use accuracy or macro_f1")
     comm_hook, lr_schedule = create_comm_hook(settings, run), create_lr_schedule(settings)
     with refused_as(f"--out {settings.out or 'runs'}"):
         folder, lock = open_run_folder(settings.out, run.script, world, run.checkpoint)
@@ -433,6 +438,7 @@ def create_trainer(
             settings.patience,
             settings.stop_at,
         ),
+        shown=data.shown,
     )
 
 
@@ -504,7 +510,8 @@ def trained_classifier(
     """
     checkpoint = run.checkpoint
     assert checkpoint is not None
-    card = read_card({**checkpoint.metadata, **(metadata or {}), "flags": {**vars(settings)}})
+    kept = {**checkpoint.metadata, **(metadata or {}), "flags": {**vars(settings)}}
+    card = read_card(kept, checkpoint.temperature)
     flag = "--resume" if settings.checkpoint is None else "--checkpoint"
     weights, device = checkpoint.weights, run.world.device
     with refused_as(f"--arch {settings.arch}", (InputError,)):
@@ -518,10 +525,12 @@ def trained_classifier(
 def export_model(settings: Settings, run: Run, file: str) -> None:
     """--export: write the model to a file."""
     found = trained_classifier(settings, run)
-    card, example = found.card, found.card.example()
+    card, model, example = found.card, found.model, found.card.example()
+    if card.temperature != 1 and not file.endswith(".safetensors"):  # a program: it divides
+        model, card = Calibrated(model, card.temperature), replace(card, temperature=1.0)
     how = {**card.export_settings(), "probabilities": card.probabilities}
     with refused_as(f"--export {file}"):
-        export(found.model, example, Path(file), **how)
+        export(model, example, Path(file), **how)
 
 
 def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
@@ -552,6 +561,8 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         what = "each label" if found.card.is_multilabel else "accuracy"
         print(f"{what} on the {EVAL_SET_NAMES[name]} set{over}{why}")
         print(evaluation.class_table(result, classes))
+        rows = result.calibrated(found.card.temperature).rows
+        print(f"probabilities: {describe_scores(rows.scores() if rows else None)}")
 
 
 def report_predictions(

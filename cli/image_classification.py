@@ -29,6 +29,7 @@ from models.averaged_views import VIEWS
 from models.pretrained import SavedModel
 from models.vgg import VGG8
 from training.card import ImageCard
+from training.evaluation import EVAL_SET_NAMES
 from training.predictions import Sample
 
 WHITENING_ROWS = 1000  # images whose patches are enough for the first layer of VGG8
@@ -123,6 +124,7 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             label_separator=settings.label_separator,
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
+    shown = {name: chosen[name].show for name in EVAL_SET_NAMES if name in chosen}
     train = chosen["train"]
     augmentation = create_augmentation(settings, train.size)
     if augmentation.by_row and settings.resident == "yes":
@@ -172,7 +174,7 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
         for name, split in chosen.items()
     }
     train, held_out = sets.pop("train"), sets.pop("held_out", None)
-    return Data(train, sets, metadata, chosen["train"].labels, held_out)
+    return Data(train, sets, metadata, chosen["train"].labels, held_out, shown=shown)
 
 
 def of_channels(values: Sequence[float], channels: int) -> list[float]:

@@ -155,7 +155,9 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
     metadata |= {"columns": columns.texts, "label_column": columns.label}
     metadata |= {"encoder": encoder, "prior": prior}
     train, held_out = sets.pop("train"), sets.pop("held_out", None)
-    return Data(train, sets, metadata, train.labels.cpu(), held_out, model_mixes=True)
+    shown = {name: chosen[name].show for name in sets}
+    labels = train.labels.cpu()
+    return Data(train, sets, metadata, labels, held_out, model_mixes=True, shown=shown)
 
 
 def trained_columns(checkpoint: Checkpoint | None) -> ColumnChoice:

@@ -39,6 +39,7 @@ from training.epoch_report import (
 )
 from training.progress import device_hours, duration
 from training.run_segments import describe_all
+from training.scores import describe_scores
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
 QUANTITIES = {
@@ -46,6 +47,7 @@ QUANTITIES = {
     "accuracy": "accuracy / %",
     "macro_f1": "macro-F1 / %",
     "map": "mean average precision / %",
+    "auroc": "AUROC / %",
 }
 CHANGING = {  # columns of metrics.jsonl that are drawn if they change
     "lr": "learning rate of the last step",
@@ -100,6 +102,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         curves=curves(runs),
         flags=table_of_flags(runs),
         class_scores=class_scores,
+        in_words=in_words,
         max_classes=MAX_CLASSES,
         most_frequent_mistakes=most_frequent_mistakes,
         environment=table_of_facts(runs, environment_of),
@@ -143,6 +146,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "last result": show_result(row),
         "averaged result": show_views(row),
         "best result": f"{show_result(best)}, {chosen}" if best else "",
+        "probabilities": describe_scores(run.result["scores"]) if run.result else "",
         "time": duration(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),
@@ -268,15 +272,24 @@ def show_flag(value: Any) -> str:
 # -------------------------------------------------------------------- classes
 
 
-def class_scores(confusion: Confusion) -> Table:
-    """Return a row for each class and one for their means: scores in percent, and rows."""
-    pairs = torch.from_numpy(confusion.counts)
-    counts = torch.stack([pairs.diag(), pairs.sum(1), pairs.sum(0)])
+def class_scores(names: Sequence[str], *class_counts: Sequence[int]) -> Table:
+    """Return a row for each class and one for their means: scores in percent, and rows.
+
+    Args:
+        names: of the classes.
+        class_counts: of each class correct rows, rows and predictions.
+    """
+    counts = torch.from_numpy(np.stack(class_counts))
     scores = (100 * evaluation.class_scores(counts)).tolist()
-    rows = [*counts[1].tolist(), pairs.sum().item()]
-    lines = zip([*confusion.classes, "mean, sum"], scores, rows)
+    rows = [*counts[1].tolist(), counts[1].sum().item()]
+    lines = zip([*names, "mean, sum"], scores, rows)
     titles = ["class", "precision %", "recall %", "F1 %", "rows"]
     return [titles, *([name, *map("{:.2f}".format, each), str(n)] for name, each, n in lines)]
+
+
+def in_words(labels: Sequence[tuple[str, float]]) -> str:
+    """Write labels with their probabilities."""
+    return ", ".join(f"{name} {100 * share:.1f} %" for name, share in labels) or "no label"
 
 
 def most_frequent_mistakes(confusion: Confusion) -> Table:

@@ -27,7 +27,7 @@ from errors import InputError
 from training.atomic_file import atomic_write_text
 from training.epoch_report import EVAL_SET_NAMES, METRIC_NAMES, is_evaluated
 from training.progress import EarlyStop, best_row
-from training.run_log import CONFUSION_FILE
+from training.run_log import CONFUSION_FILE, RESULT_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "figures" / "logs"
@@ -232,6 +232,7 @@ class ReportedRun:
     config: dict[str, Any]  # content of config.json; empty where that is missing
     flags: dict[str, Any]  # the run's flags by name; empty where they are not known
     confusion: Confusion | None  # None where it was not counted
+    result: dict[str, Any]  # content of result.json; empty where that is missing
 
     def best_row(self) -> Mapping[str, Any] | None:
         """The row of the first of the best epochs; None where none was evaluated."""
@@ -249,13 +250,15 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
         {key: x for key, x in row.items() if type(x) in (int, float) and math.isfinite(x)}
         for row in read_rows(folder)
     ]
-    config = read_config(folder)
+    config, epochs = read_config(folder), {row["epoch"] for row in rows}
+    result = read_object(folder / RESULT_FILE)
     return ReportedRun(
         name=name or str(folder),
         rows=rows,
         config=config,
         flags=config.get("flags", {}),
-        confusion=read_confusion(folder / CONFUSION_FILE, {row["epoch"] for row in rows}),
+        confusion=read_confusion(folder / CONFUSION_FILE, epochs),
+        result=result if result.get("epoch") in epochs else {},
     )
 
 

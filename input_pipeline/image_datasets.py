@@ -8,8 +8,10 @@ A missing CIFAR-10 or MNIST is downloaded by torchvision, which verifies checksu
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -58,6 +60,7 @@ TORCHVISION_FOLDERS = {"cifar10": "cifar-10-batches-py", "mnist": "MNIST/raw"}  
 READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
+THUMBNAIL = 96  # pixels a side at most of an image of a page
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
@@ -101,6 +104,15 @@ class ImageSplit:
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
         return self.reader(rows)() if self.pixels is None else self.pixels[rows]
+
+    def show(self, row: int) -> dict[str, str]:
+        """Return a small PNG of a row as a data URI, and the name of its file, for a page."""
+        pixels, content = self.decode(torch.tensor([row]))[0].numpy(), io.BytesIO()
+        image = Image.fromarray(pixels if self.channels > 1 else pixels[:, :, 0])
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        image.save(content, "png")
+        shown = {"image": f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"}
+        return shown if self.files is None else {**shown, "name": utf8_name(self.files[row])}
 
     def reader(self, rows: Tensor, changes: RowChanges | None = None) -> Callable[[], Tensor]:
         """Return a function that reads images of the given rows, also in another process.

@@ -296,9 +296,9 @@ def combined_labels(classes: Sequence[str]) -> list[str]:
     ]
 
 
-def shorten(name: str) -> str:
+def shorten(name: str, longest: int = LONGEST_NAME) -> str:
     """Cut a name to a length that fits into a table or a message."""
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
+    return name if len(name) <= longest else name[: longest - 3] + "..."
 
 
 def list_names(names: Sequence[str]) -> str:

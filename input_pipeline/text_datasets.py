@@ -60,6 +60,7 @@ AGNEWS_FILES = {
 HEADLINES = Path(__file__).with_name("headlines.csv")  # in the format of AG News
 HEADLINES_TRAIN = 400  # the first rows are the training set, the others the test set
 TEXT_SUFFIXES = (".txt",)  # of texts to classify
+SHOWN_CHARACTERS = 200  # of a text on a page
 MIN_CHECKED_ROWS = 20  # a training file of fewer rows may have as many classes as rows
 MAX_CLASSES_PER_ROW = 0.5  # more are no classes, so another column was meant
 TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
@@ -94,6 +95,10 @@ class TextSplit:
         labels = self.labels
         chosen = labels[rows] if isinstance(labels, Tensor) else [labels[row] for row in rows]
         return TextSplit(chosen, self.texts.select_rows(rows))
+
+    def show(self, row: int) -> dict[str, str]:
+        """Return the beginning of a row's text, for a page."""
+        return {"text": shorten(self.texts[row], SHOWN_CHARACTERS)}
 
     def marks(self) -> bytes:
         """The lengths of the texts, which tell other rows apart without reading the texts again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class Outputs:
 
     classes: Sequence[str]  # names, in the order of the outputs
     label_separator: str | None = None  # of the labels of a sample; None where each has one
+    temperature: float = 1.0  # which divides the logits, so that probabilities are calibrated
 
     @property
     def is_multilabel(self) -> bool:
@@ -37,12 +38,14 @@ class Outputs:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of each class, (samples, classes)."""
+        logits = logits / self.temperature
         return logits.sigmoid() if self.is_multilabel else logits.softmax(1)
 
-    def described(self) -> dict[str, str]:
-        """Return what an exported file says of its outputs, where they are those of labels."""
+    def described(self) -> dict[str, Any]:
+        """Return what an exported file says of its outputs."""
         said = "logits; the sigmoid is the probability of each label, set above 0.5"
-        return {"output": said} if self.is_multilabel else {}
+        of_labels = {"output": said} if self.is_multilabel else {}
+        return {**of_labels, "temperature": self.temperature}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +189,10 @@ class TextCard(Outputs):
 Card = ImageCard | TextCard
 
 
-def read_card(metadata: Mapping[str, Any]) -> Card:
-    """Return the card of the metadata of a checkpoint."""
-    return (TextCard if metadata["script"] == "transformer_test" else ImageCard).read(metadata)
+def read_card(metadata: Mapping[str, Any], temperature: float = 1.0) -> Card:
+    """Return the card of the metadata of a checkpoint, and its temperature."""
+    kind = TextCard if metadata["script"] == "transformer_test" else ImageCard
+    return replace(kind.read(metadata), temperature=temperature)
 
 
 def _source(image: Any) -> Any:

@@ -60,6 +60,11 @@ class Checkpoint:
         return self.metadata["data"]["splits"]
 
     @property
+    def temperature(self) -> float:
+        """What divides the logits; 1 where there were no validation rows to fit it to."""
+        return self.progress.get("temperature", 1.0)
+
+    @property
     def weights(self) -> Mapping[str, Tensor]:
         """The weights to use: averaged ones, if the run has them; LoRA is added into them."""
         average = self.state["average"]

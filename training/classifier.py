@@ -39,7 +39,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     found = checkpoint.load(Path(path), flag="load")
     if found.warning:
         warnings.warn(found.warning, stacklevel=2)
-    card = read_card(found.metadata)
+    card = read_card(found.metadata, found.temperature)
     return trained_classifier(found.weights, card, torch.device(device), flag="load")
 
 

@@ -12,9 +12,13 @@ from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation, class_table
 from training.progress import Progress
+from training.run_log import RunLog
+from training.scores import Show, describe_scores, worst_rows
 from training.step_stats import StepTotals
 
-SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"}
+SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"} | {
+    "auroc": "AUROC"
+}
 MAX_LISTED = 20  # classes of a table at the end of a run
 
 
@@ -23,14 +27,16 @@ def epoch_columns(
     classes: int,
     *,
     is_multilabel: bool = False,
+    with_auroc: bool = False,
     suffix: str = "",
 ) -> dict[str, float | None]:
     """The metrics on each evaluation set by their names in metrics.jsonl.
 
-    `classes` is the number of classes. The metrics of a set that was not evaluated are None.
+    `classes` is the number of classes. AUROC is there only where it is asked for. The metrics of a
+    set that was not evaluated are None.
     """
     further = ["map", "micro_f1"] if is_multilabel else ["top5_accuracy"] if classes > TOP else []
-    metrics = ["loss", "accuracy", "macro_f1", *further]
+    metrics = ["loss", "accuracy", "macro_f1", *further, *["auroc"] * with_auroc]
     return {
         f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
         for name, result in evaluated.items()
@@ -144,22 +150,26 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
 def report_result(
     progress: Progress,
     world: World,
-    folder: Path,
+    log: RunLog,
     *,
     is_saved: bool = True,
     baseline: Mapping[str, Any] | None = None,
-    evaluated: Mapping[str, Evaluation] | None = None,
-    classes: Sequence[str] = (),
+    evaluated: Mapping[str, Evaluation],
+    classes: Sequence[str],
+    shown: Mapping[str, Show],
 ) -> None:
     """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
 
+    What its report shows of the last evaluation is written as well.
+
     Args:
-        progress, world, folder: of the run.
+        progress, world, log: of the run.
         is_saved: whether the last checkpoint could be written.
         baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
         evaluated: the last evaluation on each set, of which a table of the labels is printed where
             rows may have several.
         classes: their names.
+        shown: what a report shows of the rows of a set, by its name.
     Raises:
         InputError: it could not.
     """
@@ -176,31 +186,60 @@ def report_result(
         print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
-    for name, result in (evaluated or {}).items():
-        if result.average_precision is not None:
-            *lines, of_all = class_table(result, classes).splitlines()
+    for name, found in evaluated.items():
+        if found.average_precision is not None:
+            *lines, of_all = class_table(found, classes).splitlines()
             more = [f"{len(lines) - MAX_LISTED:>20} more"] if len(lines) > MAX_LISTED else []
             print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
             print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
+    if evaluated:
+        result = final_result(evaluated, classes, epoch=len(rows), shown=shown)
+        log.result(result)
+        words = describe_scores(result["scores"])
+        print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
     print(
         f"{progress.seconds:.1f} s, {speed:.0f} samples/s, peak memory "
         f"{peak / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
-        f"device-hours; run folder {folder}",
+        f"device-hours; run folder {log.folder}",
         flush=True,
     )
-    found = dict(baseline or {})
-    eval_set = found.pop("eval_set", "")
-    reached = last.get(f"{eval_set}_{found.get('metric', 'accuracy')}")
+    known = dict(baseline or {})
+    eval_set = known.pop("eval_set", "")
+    reached = last.get(f"{eval_set}_{known.get('metric', 'accuracy')}")
     if reached is not None:
-        print(f"last.pt: {Baseline(**found).verdict(reached)}", flush=True)
+        print(f"last.pt: {Baseline(**known).verdict(reached)}", flush=True)
     if not is_saved:
         raise InputError(
-            f"{folder}/last.pt could not be written at the end of the run (see the warnings "
+            f"{log.folder}/last.pt could not be written at the end of the run (see the warnings "
             "above); make room, or a folder that can be written, and train again or go on with "
             "--resume"
         )
+
+
+def final_result(
+    evaluated: Mapping[str, Evaluation],
+    classes: Sequence[str],
+    *,
+    epoch: int,
+    shown: Mapping[str, Show],
+) -> dict[str, Any]:
+    """What a report shows of the last evaluation on the test set, else on the validation set.
+
+    Args:
+        evaluated, classes, shown: as of `report_result`.
+        epoch: after which the evaluation was.
+    """
+    name = "test" if "test" in evaluated else "val"
+    found, rows = evaluated[name], evaluated[name].rows
+    scores = None if rows is None else rows.scores()
+    result = {"epoch": epoch, "eval_set": EVAL_SET_NAMES[name], "scores": scores}
+    if found.average_precision is not None and found.class_counts is not None:
+        result |= {"labels": list(classes), "label_counts": found.class_counts.tolist()}
+    if rows is not None and scores:
+        result["worst"] = worst_rows(rows, classes, shown.get(name, lambda row: {}))
+    return result
 
 
 def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:

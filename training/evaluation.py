@@ -5,9 +5,11 @@ result.loss, result.accuracy                # with count_classes=10 counts of th
 print(class_table(result, classes))         # the accuracy and F1 of each class
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +23,14 @@ from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from training.progress_bar import progress_bar
+from training.scores import ScoredRows, keeps_logits
 
 EVAL_SET_NAMES = {"val": "validation", "test": "test"}  # in sentences
 METRIC_NAMES = {  # in sentences; the last ones are of rows with several labels
     "accuracy": "accuracy",
     "macro_f1": "macro-F1",
     "loss": "loss",
+    "auroc": "AUROC",
     "map": "mean average precision",
     "micro_f1": "micro-F1",
 }
@@ -52,6 +56,7 @@ class Evaluation:
     # (classes,) average precision of each, not a number where no row has the label; None for one
     # label a row.
     average_precision: Tensor | None = None
+    rows: ScoredRows | None = None  # None where there are too many, or classes are not counted
 
     @property
     def map(self) -> float | None:
@@ -71,6 +76,16 @@ class Evaluation:
         """The mean of the classes' F1, in 0..1; None without their counts."""
         return None if self.class_counts is None else class_scores(self.class_counts)[-1, 2].item()
 
+    @property
+    def auroc(self) -> float | None:
+        """The mean of the classes' areas under the ROC curve, in 0..1; None without the rows."""
+        return None if self.rows is None else self.rows.auroc()
+
+    def calibrated(self, temperature: float) -> Evaluation:
+        """The same, with probabilities of logits that are divided by `temperature`."""
+        rows = self.rows
+        return self if rows is None else replace(self, rows=replace(rows, temperature=temperature))
+
 
 @torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
 def evaluate(
@@ -85,15 +100,15 @@ def evaluate(
     title: str = "",
     on_logits: Callable[[Tensor, Tensor], None] = lambda logits, labels: None,
 ) -> Evaluation:
-    """Evaluate a model on a set, of which each rank takes a share; one read of the device.
+    """Evaluate a model on a set, of which each rank takes a share; two reads of the device.
 
     The model runs eagerly, also where it is compiled for training, and on parts of a batch where a
     GPU has no memory for it.
 
     Args:
-        count_classes: number of classes that are counted; 0 counts none.
-        is_multilabel: rows may have several labels. The logits of all rows are then kept, so that
-            the classes must be counted.
+        count_classes: number of classes that are counted; 0 counts none. With it the logits are
+            kept, unless there are very many.
+        is_multilabel: rows may have several labels; the classes must be counted.
         title: with one, rank 0 shows a progress bar over its share.
         on_logits: is called with logits (rows, classes) and labels of each of this rank's batches.
     Raises:
@@ -113,8 +128,9 @@ def evaluate(
     rows = batch_size  # that the model takes at a time
     counts = sums.new_zeros(3, count_classes)
     pairs = sums.new_zeros(count_classes**2 if count_classes <= MAX_CONFUSED_CLASSES else 0)
-    # logits and targets of each row
-    kept = torch.zeros(2, len(data) * is_multilabel, count_classes, device=world.device)
+    is_kept = count_classes > 0 and keeps_logits(len(data), count_classes)
+    widths = [count_classes, count_classes if is_multilabel else 1]  # of a row's logits, targets
+    kept = torch.zeros(len(data) * (is_kept or is_multilabel), sum(widths), device=world.device)
     bar = progress_bar(title, total, is_main=world.is_main and bool(title))
     # The ranks of a sharded model are inside its collectives, where one that fails ends alone.
     with bar, contextlib.nullcontext() if is_sharded else raise_together(world):
@@ -135,8 +151,10 @@ def evaluate(
                 continue
             on_logits(logits, labels)
             bar.update(len(labels))
+            if len(kept):
+                targets = labels.float().view(len(labels), -1)
+                kept[plan[number].to(world.device)] = torch.cat([logits, targets], 1)
             if is_multilabel:
-                kept[:, plan[number].to(world.device)] = torch.stack([logits, labels.float()])
                 continue
             predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=torch.float64)
             right = (predicted == labels).double()
@@ -151,8 +169,10 @@ def evaluate(
                 counts[2].index_add_(0, predicted, ones)
             if len(pairs):
                 pairs.index_add_(0, count_classes * labels + predicted, ones)
+    logits_of_rows, targets = world.sum(kept).cpu().split(widths, 1)
     if is_multilabel:
-        return evaluate_labels(*world.sum(kept).cpu())
+        result = evaluate_labels(logits_of_rows, targets)
+        return result if is_kept else replace(result, rows=None)
     totals = world.sum(torch.cat([sums, counts.flatten(), pairs])).cpu()
     loss, correct, in_top5, samples = totals[:4].tolist()
     counts, pairs = totals[4:].long().tensor_split([counts.numel()])
@@ -162,6 +182,7 @@ def evaluate(
         in_top5 / samples,
         class_counts=counts.view(3, count_classes) if count_classes else None,
         confusion=pairs.view(count_classes, count_classes) if len(pairs) else None,
+        rows=ScoredRows(logits_of_rows, targets[:, 0].long()) if is_kept else None,
     )
 
 
@@ -172,20 +193,16 @@ def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
         logits: (rows, classes).
         targets: (rows, classes), 1 where a row has the label, else 0.
     """
-    from sklearn.metrics import average_precision_score  # takes a second
-
-    is_set, is_predicted = targets > 0, logits > 0
+    rows, is_set, is_predicted = ScoredRows(logits, targets), targets > 0, logits > 0
     parts = [is_set & is_predicted, is_set, is_predicted]
-    precision = torch.full((logits.shape[1],), torch.nan, dtype=torch.float64)
-    for number in is_set.any(0).nonzero().flatten().tolist() if logits.isfinite().all() else ():
-        precision[number] = average_precision_score(is_set[:, number], logits[:, number])
     loss = F.binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="sum")
     return Evaluation(
         loss.item() / len(logits),
         (is_set == is_predicted).all(1).double().mean().item(),
         torch.nan,
         class_counts=torch.stack([part.sum(0) for part in parts]),
-        average_precision=precision,
+        average_precision=rows.average_precisions(),
+        rows=rows,
     )
 
 
@@ -213,20 +230,15 @@ def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
     """
     assert evaluation.class_counts is not None
     scores, rows = class_scores(evaluation.class_counts).tolist(), evaluation.class_counts[1]
+    title, shown = "", [recall for _, recall, _ in scores]
+    of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
     if evaluation.average_precision is not None:
-        lines = [
-            f"{name:>20}  AP {100 * precision:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
-            for name, precision, (_, _, f1), number in zip(
-                classes, evaluation.average_precision.tolist(), scores, rows.tolist()
-            )
-        ]
+        title, shown = "AP ", evaluation.average_precision.tolist()
         shares = {"mAP": evaluation.map, "micro-F1": evaluation.micro_f1}
         shares |= {"macro-F1": evaluation.macro_f1, "all labels right": evaluation.accuracy}
         of_all = "  ".join(f"{name} {100 * (share or 0):.2f} %" for name, share in shares.items())
-        return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])
     lines = [
-        f"{name:>20}  {100 * recall:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
-        for name, (_, recall, f1), number in zip(classes, scores, rows.tolist())
+        f"{name:>20}  {title}{100 * first:6.2f} %  F1 {100 * f1:6.2f} %  of {number}"
+        for name, first, (_, _, f1), number in zip(classes, shown, scores, rows.tolist())
     ]
-    of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"
     return "\n".join([*lines, f"{'all':>20}  {of_all}  loss {evaluation.loss:.4f}"])

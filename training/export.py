@@ -27,6 +27,17 @@ LARGEST_BATCH = 4096  # of an exported model
 TOLERANCE = 1e-4  # largest difference of a probability between the exported and the original model
 
 
+class Calibrated(nn.Module):
+    """A model whose logits are divided by a temperature, as their softmax or sigmoid needs it."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs) / self.temperature
+
+
 def export(
     model: nn.Module,
     example: Tensor,

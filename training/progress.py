@@ -85,6 +85,7 @@ class Progress:
     best: dict[str, Any] = field(default_factory=lambda: {"epoch": 0})
     rows: list[dict[str, Any]] = field(default_factory=list)  # the epochs' rows in metrics.jsonl
     since: int = 0  # how many of them are no rivals of `best`
+    temperature: float = 1.0  # of the last evaluation's logits, fitted to validation rows
 
     @property
     def epoch_samples(self) -> int:

@@ -58,6 +58,7 @@ COLUMNS = (
 """The columns of the console, of which a run may have no validation or no test set."""
 TITLES_EVERY = 20  # rows
 CONFUSION_FILE = "confusion.json"  # of a run folder
+RESULT_FILE = "result.json"
 
 ANNOUNCE_SECONDS = 30.0  # of a run, after which it says how long the whole of it takes
 LONG_SECONDS = 600.0  # of a run that says it
@@ -151,8 +152,7 @@ class RunLog:
         """
         if not self.is_main:
             return
-        finite = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
-        lines = (json.dumps(row, allow_nan=False) + "\n" for row in finite)
+        lines = (json.dumps(_finite_or_none(row), allow_nan=False) + "\n" for row in rows)
         self._write("metrics.jsonl", "".join(lines))
 
     def epoch(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -179,6 +179,10 @@ class RunLog:
             return
         text = json.dumps({"epoch": epoch, "classes": list(classes), **counts})
         self._write(CONFUSION_FILE, text + "\n")
+
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json: what `epoch_report.final_result` returned."""
+        self._write(RESULT_FILE, json.dumps(_finite_or_none(result)) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder; where that is not possible the run goes on with a warning."""
@@ -243,7 +247,9 @@ class RunLog:
 
 
 def _finite_or_none(value: Any) -> Any:
-    """None instead of an infinite number or one that is not a number, also within a list."""
+    """None instead of an infinite number or one that is not a number, also within others."""
+    if isinstance(value, dict):
+        return {name: _finite_or_none(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

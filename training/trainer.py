@@ -18,7 +18,7 @@ import contextlib
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ from training.progress import EarlyStop, Progress
 from training.progress_bar import progress_bar
 from training.recovery import MAX_SKIPPED_IN_A_ROW, Diverged
 from training.run_log import RunLog
+from training.scores import Show, fit_temperature
 from training.step_stats import ComputeTimer, NoiseMeter, StepSums, StepTotals, TrainClock
 from training.train_state import TrainState
 from training.weight_average import WeightAverage
@@ -104,6 +105,8 @@ class Trainer:
     comm_hook: AllReduceHook  # what data parallelism sends
     meta_learner: MetaLearner | None = None  # learns beside the model
     early_stop: EarlyStop = EarlyStop()  # what chooses the best epoch, and may end the run
+    # What a report shows of the rows of an evaluation set, by its name; not of every one.
+    shown: Mapping[str, Show] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         world, config = self.world, self.config
@@ -122,7 +125,10 @@ class Trainer:
         self.progress = Progress()
         self.num_classes = len(self.metadata["classes"])
         self.columns = partial(
-            epoch_columns, classes=self.num_classes, is_multilabel=config.is_multilabel
+            epoch_columns,
+            classes=self.num_classes,
+            is_multilabel=config.is_multilabel,
+            with_auroc=self.early_stop.chosen_by.endswith("_auroc"),
         )
         self.evaluated: dict[str, evaluation.Evaluation] = {}  # the last evaluation on each set
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
@@ -234,7 +240,7 @@ class Trainer:
         self.parallel.wrap(accumulates=any(several))
 
     def report(self) -> None:
-        """Print the result of the run (rank 0).
+        """Print the result of the run, and write result.json for its report (rank 0).
 
         Raises:
             InputError: the last checkpoint could not be written.
@@ -242,11 +248,12 @@ class Trainer:
         report_result(
             self.progress,
             self.world,
-            self.log.folder,
+            self.log,
             is_saved="last" not in self.checkpointer.unsaved,
             baseline=self.metadata.get("baseline"),
             evaluated=self.evaluated,
             classes=self.metadata["classes"],
+            shown=self.shown,
         )
 
     def train_epoch(self, signals: list[int]) -> bool:
@@ -541,13 +548,18 @@ class Trainer:
 
         They are those of the averaged weights where the run averages them. After the last epoch
         they are there over several views of each image as well, where the run has them. The log
-        gets how often each class was taken for each.
+        gets how often each class was taken for each. A temperature is fitted to validation rows.
         """
         model = self.model if self.average is None else self.average.model
         evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
+        rows = evaluated["val"].rows if "val" in evaluated else None
+        # as rank 0 computes it: ranks that round otherwise would choose another best epoch
+        temperature = self.world.broadcast(fit_temperature(rows) if rows else 1.0)
+        self.progress.temperature = temperature
+        evaluated = {name: each.calibrated(temperature) for name, each in evaluated.items()}
         self.evaluated = evaluated
         self.log.confusion(epoch, evaluated, self.metadata["classes"])
-        columns = self.columns(evaluated)
+        columns = self.world.broadcast(self.columns(evaluated))
         if (views := self.config.num_views) > 1 and self.is_over({"epoch": epoch, **columns}):
             evaluated = self.evaluate_on_sets(AveragedViews(model, views))
             columns |= {"views": views, **self.columns(evaluated, suffix="_views")}

@@ -19,6 +19,8 @@ import resnet50_test
 import transformer_test
 from cli import factory
 from conftest import LABELS, SHORT, run, write_headlines, write_images
+from figures.report import render
+from figures.run_logs import read_run
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.text_datasets import read_text_splits
 from mixup import Mix
@@ -61,6 +63,16 @@ def test_a_run_reports_what_scikit_learn_measures(trained):
     }
     assert {name: row[f"test_{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert row["test_map"] > 0.8
+    auroc = metrics.roc_auc_score(targets, found, average="macro")
+    gaps = np.bincount((15 * found).astype(int).ravel(), (targets - found).ravel())
+    figures = f"average precision {precisions.mean():.2%}, calibration error "
+    figures = f"AUROC {auroc:.2%}, {figures}{abs(gaps).sum() / found.size:.2%}".replace("%", " %")
+    assert f"on the test set: {figures}\n" in console
+    page = render([read_run(folder / "run")])
+    counts = [2 * (targets & (found > 0.5)).sum(0), (targets + 1.0 * (found > 0.5)).sum(0)]
+    for name, f1 in zip(classifier.classes, 100 * counts[0] / counts[1]):
+        assert re.search(rf'row">{name}</th>(<td>[\d.]+</td>){{2}}<td>{f1:.2f}</td>', page)
+    assert len(re.findall("<blockquote>", page)) == 12
     evaluated = run(transformer_test, "--evaluate --checkpoint", folder / "run")
     for name, precision in zip(classifier.classes, precisions):
         line = f"{name:>20}  AP {100 * precision:6.2f} %  F1"
