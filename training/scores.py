@@ -24,8 +24,8 @@ from errors import InputError
 BINS = 15  # of probabilities, whose rows are compared with how often they are right
 MOST_FITTED = 10_000  # rows that a temperature is fitted to
 MAX_CLASSES = 1000  # of an evaluation that keeps the logits of its rows
-MAX_LOGITS = 50_000_000  # of one: 200 MB, which the ranks add up
-TOO_MANY = "AUROC and calibration are left out beyond 1,000 classes or 50 million logits"
+MAX_LOGITS = 10_000_000  # of one: 40 MB, which the ranks add up
+TOO_MANY = "AUROC and calibration are left out beyond 1,000 classes or 10 million logits"
 SCORES = {  # in words
     "auroc": "AUROC {:.2%}",
     "average_precision": "average precision {:.2%}",
