@@ -56,6 +56,8 @@ class TargetScript:
             kept = parser.merged(held, own)  # without settings of another optimizer than own
             lost = [each for each in parser.settings() if held[each.dest].keys() - kept[each.dest]]
             arguments = [*options.recipe_arguments(recipe, parser, without=lost), *arguments]
+        own = options.own_form(parser.given(arguments), parser)
+        arguments += [word for name, value in own.items() for word in (f"--{name}", value)]
         given = parser.given(arguments)
         for name in ("val_fraction", "test", *ENDS):
             if name in given:
