@@ -146,10 +146,15 @@ def choose_rows(
     unused = {"train"} if settings.test else {"train", "test"}
     chosen = ChosenRows({name: split for name, split in splits.items() if name not in unused})
     train, has_val = splits["train"], "val" in splits
-    is_other_data = settings.evaluate and "the data" in redrawn  # all rows are evaluated
-    rows_of = split_rows(settings, torch.as_tensor(train.labels), has_val, groups=train.groups)
+    is_other_data = settings.evaluate and "the data" in redrawn
+    check_validation_set(settings, has_val or settings.holds_out)
+    rows_of = {"train": torch.arange(len(train.labels))}
+    if is_other_data and holds_out(settings, splits):
+        rows_of["val"] = rows_of["train"]  # all are evaluated
+    elif is_train_used(settings, splits):
+        rows_of = split_rows(settings, torch.as_tensor(train.labels), has_val, train.groups)
     for name, rows in rows_of.items():
-        is_whole = len(rows) == len(train.labels) or is_other_data
+        is_whole = len(rows) == len(train.labels)
         chosen.splits[name] = train if is_whole else train.select_rows(rows)
     if settings.dataset in own_data.DATASETS and not settings.evaluate:
         chosen.lines.extend(note for split in splits.values() for note in split.notes)
@@ -198,16 +203,14 @@ def split_rows(
         has_val: the data set has a validation set of its own, which is used instead.
         groups: of each row what it belongs to, if --group_column is given.
     Raises:
-        InputError: there is no validation set, and a flag needs one, or no rows are left; or there
-            is one beside --fold.
+        InputError: no rows are left, or there is a validation set beside --fold.
     """
-    check_validation_set(settings, has_val or settings.holds_out)
     rows = torch.arange(len(labels))
     if labels.ndim > 1:
         labels = torch.zeros_like(rows)  # as of one class
     if settings.subset < 1:
         rows, _ = stratified_rows(labels, settings.subset, seed=settings.seed)
-    if has_val and settings.fold and not settings.evaluate:
+    if has_val and settings.fold:
         raise InputError(
             f"--fold {settings.fold}: the data has a validation set of its own; leave --fold out, "
             "or make it a part of the training set"
