@@ -91,11 +91,10 @@ def parse(
                 "a row; train a new one"
             )
         for name in ("fold", "group_column"):
-            before, now = found.flags.get(name), getattr(settings, name)
-            if before != now:
+            if (before := found.flags.get(name)) != flags[name]:
                 raise InputError(
-                    f"--{name} {now}: the run was trained with {before or 'none'}, that is, on "
-                    "some of the rows that would be held out; train a new one"
+                    f"--{name} {flags[name]}: the run was trained with {before or 'none'}, also on "
+                    "rows that would be held out; train a new one"
                 )
         if settings.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
             found.flags["lr"] *= found.progress["lr_factor"]
@@ -113,9 +112,7 @@ def parse(
 
 
 def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str]:
-    """The flags that read a data set of Hugging Face as own data; none for another data set.
-
-    Where it is not yet converted into own data, below --data_dir, it is.
+    """The flags that read what a data set of Hugging Face is converted into; none for others.
 
     Args:
         flags: those that are given.

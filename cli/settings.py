@@ -130,8 +130,8 @@ class DataSettings:
 
     title = "data"
 
-    dataset: str = flag(Choice([]), "", "data set; folder and csv are your own files "
-        "in --data_dir (docs/own_data.md); or hf:NAME or hf:FOLDER, of Hugging Face", common=True)
+    dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
+        "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True)
     data_dir: str = flag(path_text, "./data",
         "folder of the data sets, into which missing ones are downloaded (default $DATA_DIR, else "
         "./data)", metavar="DIR", scope=Scope.PLACE, common=True)
@@ -141,7 +141,7 @@ class DataSettings:
         "choose the best epoch (default 0)", metavar="F", common=True)
     fold: str | None = flag(kth_fold, None, "held-out fold of the training set, and how many there "
         "are, as 2/5: with classes in proportion, but for several labels a row, and the same for "
-        "every --seed", metavar="K/N", common=True)
+        "every --seed", metavar="K/N")
     group_column: str | None = flag(str, None, "column of what rows belong to, such as a patient, "
         "which is held out as a whole or not at all; of images in folders it is folder, the one "
         "below the class", metavar="COLUMN", only_with=[{"fold": ON}, {"val_fraction": ON}])

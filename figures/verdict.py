@@ -173,9 +173,7 @@ def limits(arms: Sequence[Contender]) -> list[str]:
             "on rows of the folds."
         )
     if seeds < 3:
-        found.append(
-            f"With fewer than 3 {differ_in} the error is hardly known: small gains stay hidden."
-        )
+        found.append("With fewer than 3 runs the error is hardly known: small gains stay hidden.")
     if len(arms) > 2:
         found.append(
             f"These are {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of such "

@@ -143,19 +143,22 @@ class CsvTable:
         Raises:
             InputError: there is no such column, or a row's cell is empty.
         """
-        columns = len(self.header) or len(next(self.read())[1])
-        choice, flag = ColumnChoice(texts=(name,)), "--group_column"
         _, (position,) = find_columns(
-            self.path, self.header, choice, num_columns=columns, has_label=False, flag=flag
+            self.path,
+            self.header,
+            ColumnChoice(texts=(name,)),
+            num_columns=len(self.header) or len(next(self.read())[1]),
+            has_label=False,
+            flag="--group_column",
         )
-        groups = []
+        groups, column = [], self.describe_column(position)
         for number, row in self.rows():
-            groups.append(row[position].strip())
-            if not groups[-1] or row[position] is NESTED:
+            if row[position] is NESTED or not row[position].strip():
                 raise InputError(
-                    f"{self.path}, row {number}: the group ({self.describe_column(position)}) is "
-                    "empty or nested; fill it in or delete the row"
+                    f"{self.path}, row {number}: the group ({column}) is empty or nested; fill it "
+                    "in or delete the row"
                 )
+            groups.append(row[position].strip())
         return groups
 
     def describe(self, what: str = "text") -> str:

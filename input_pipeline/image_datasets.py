@@ -282,7 +282,9 @@ def read_folder(
     if choice.group and "train" in tables:
         splits["train"].groups = tables["train"].groups(choice.group)
     elif choice.group:
-        splits["train"].groups = folders_of(splits["train"], paths["train"], choice.group)
+        files = splits["train"].files
+        assert files is not None
+        splits["train"].groups = folders_of(files, paths["train"], choice.group)
     return splits, names
 
 
@@ -378,26 +380,20 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
     return ImageSplit(labels, files=np.concatenate(files), size=size, notes=tuple(left_out.notes()))
 
 
-def folders_of(split: ImageSplit, root: Path, group: str) -> list[str]:
+def folders_of(files: Iterable[bytes], root: Path, group: str) -> list[str]:
     """Return the name of the folder below its class in which each image lies.
 
     Raises:
         InputError: an image lies in its class itself, or `group` is not `IN_FOLDERS`.
     """
-    if group != IN_FOLDERS:
+    parts = [os.path.relpath(os.fsdecode(file), root).split(os.sep) for file in files]
+    if (lone := next((each for each in parts if len(each) < 3), None)) or group != IN_FOLDERS:
+        lies = f", and {os.path.join(*lone)} lies in none" if lone else f", not by {group}"
         raise InputError(
-            f"{root}: images in folders have no column {group}, only --group_column {IN_FOLDERS}, "
-            "the folder below that of the class"
+            f"{root}: images in folders are grouped by --group_column {IN_FOLDERS}, the folder "
+            f"below that of their class{lies}"
         )
-    names = []
-    for file in map(os.fsdecode, split.files if split.files is not None else ()):
-        _, name, *others = os.path.relpath(file, root).split(os.sep)
-        if not others:
-            raise InputError(
-                f"{file}: lies in no folder below its class, by which images are grouped; make one"
-            )
-        names.append(name)
-    return names
+    return [name for _, name, *_ in parts]
 
 
 def paths_array(paths: Iterable[str | Path]) -> np.ndarray:

@@ -52,12 +52,7 @@ def compare_parser() -> FlagParser:
 
 
 def read_arms(
-    shared: TargetScript,
-    arguments: Sequence[str],
-    *,
-    flag: str,
-    values: Sequence[str],
-    in_folds: bool = False,
+    shared: TargetScript, arguments: Sequence[str], *, flag: str, values: Sequence[str]
 ) -> list[Arm]:
     """Return an arm for each value of the flag that differs.
 
@@ -66,7 +61,6 @@ def read_arms(
         arguments: these flags.
         flag: any spelling of the flag, without dashes; or recipe.
         values: its value in each arm.
-        in_folds: whether a fold of the training set takes the place of the test set.
 
     Raises:
         InputError: a flag or value is wrong, or the arms cannot be compared.
@@ -89,16 +83,6 @@ def read_arms(
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
     if taken := given & {"seed", own} - {name}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
-    if in_folds and common["dataset"] in own_data.DATASETS and "val" in shared.own_splits():
-        raise InputError(
-            f"--folds: {common['data_dir']} has a validation set of its own; make it a part of the "
-            "training set"
-        )
-    if not in_folds and "test" not in shared.own_splits():
-        raise InputError(
-            f"--data_dir {common['data_dir']}: has no test set, which a race needs; or give "
-            "--folds 5"
-        )
     arms: list[Arm] = []
     for value in values:
         words = ["--recipe", value, *arguments]
@@ -139,9 +123,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.seeds = args.folds or args.seeds or 3
     flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
     script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
-    arms = read_arms(
-        script, rest, flag=flag.lstrip("-"), values=values.split(","), in_folds=args.folds > 0
-    )
+    data_dir, splits = script.flags({})["data_dir"], script.own_splits()
+    if args.folds and splits is not own_data.SPLIT_NAMES and "val" in splits:
+        raise InputError(f"--folds: {data_dir} has a validation set; make it a part of train")
+    if not args.folds and "test" not in splits:
+        raise InputError(
+            f"--data_dir {data_dir}: has no test set, which a race without --folds needs"
+        )
+    arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
     out = args.out or Path("races", f"{script.file.removesuffix('_test.py')}-{flag.lstrip('-')}")
     read = {"script": script, "arms": arms, "out": out}
     own = {name: value for name, value in vars(args).items() if name not in ("optimizers", "vary")}

@@ -162,6 +162,7 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
         for part in parts:
             (tmp_path / name / f"{part}.csv").write_text(f"id,text,label,site\n{rows},a,x,\n")
     images = write_images(tmp_path / "images", ["x", "y"], rows=3, size=8)
+    deeper = write_images(tmp_path / "deeper", ["x/p", "y/p"], rows=3, size=8)
     run(transformer_test, TEXTS, f"--data_dir {tmp_path}/val --out {tmp_path}/run")
     clean = tmp_path / "clean"
     clean.mkdir()
@@ -197,7 +198,7 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
         (f"--resume {tmp_path}/folded --group_column id", "--group_column id: the run was trained"),
     ]
     for_each(cases, lambda flags, message: refused("texts", flags, message, TEXTS))
-    base = f"--dataset folder --data_dir {images} --arch resnet8 {SHORT} --fold 1/3"
-    for group, message in (("site", "have no column site"), ("folder", "lies in no folder below")):
-        refused("images", f"--group_column {group}", message, base)
+    base = f"--dataset folder --arch resnet8 {SHORT} --fold 1/3 --group_column"
+    refused("images", f"site --data_dir {deeper}", "their class, not by site", base)
+    refused("images", f"folder --data_dir {images}", "x/00.png lies in none", base)
     refused("texts", "--group_column text --fold 1/3", "the rows of that data belong to nothing")
