@@ -2,6 +2,7 @@
 
 import functools
 import io
+import os
 import shutil
 import sys
 import threading
@@ -28,6 +29,7 @@ from tuning.target_script import TargetScript
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: the extra [hf-data]")
 pandas = pytest.importorskip("pandas")
+pyarrow = pytest.importorskip("pyarrow")
 CLASSES = ["spam", "ham"]  # in an order of their own
 ROWS = {"text": ["a prize", "at noon", "see you", "win now"] * 4, "label": [0, 1, 1, 0] * 4}
 
@@ -78,9 +80,10 @@ def test_a_parquet_table_reads_as_the_others_do(tmp_path):
 
 def test_wrong_parquet_tables_are_one_line(tmp_path, refused):
     frame = functools.partial(pandas.DataFrame, columns=["text", "label"])
+    nan = {"text": ["a", "b"], "label": pyarrow.array([1.0, float("nan")], from_pandas=False)}
     cases: list[tuple[Any, str]] = [
         (frame([["a", "x"], ["b", None]]), "row 2: the label (column 2 (label)) is empty"),
-        (frame([["a", 1.0], ["b", float("nan")]]), "row 2: the label (column 2 (label)) is empty"),
+        (datasets.Dataset(pyarrow.table(nan)), "row 2: the label (column 2 (label)) is empty"),
         (frame([["a", ["x"]], ["b", ["y"]]]), "row 1: column 2 (label) is a list, an object or by"),
         (frame([[b"a", "x"], [b"b", "y"]]), "row 1: column 1 (text) is a list, an object or by"),
         (frame([["a", "x"]]).rename(columns={"label": "kind"}), "no column is known to be the lab"),
@@ -121,7 +124,7 @@ def test_a_data_set_becomes_own_data_once(tmp_path, monkeypatch):
         run(transformer_test, f"--resume {out} --evaluate")
         script = TargetScript.read("transformer_test.py", data.split())
         assert [*script.own_splits()] == ["train", "val"]
-        (source / "train" / "notes.txt").write_text("which are new")
+        os.utime(source / "dataset_dict.json", (0, 0))  # as one that was written anew
         with pytest.raises(InputError, match="needs a package"):
             convert("mine", tmp_path / "data")
 
