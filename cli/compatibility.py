@@ -65,6 +65,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- a frozen network
     ([{"lora": ON}], [{"freeze": ON}, SHARDED, {"fuse": ON}, APEX],
      "it freezes the network and trains what it adds to the layers; leave one of them out"),
+    # ---- held-out rows
+    ([{"fold": ON}], [{"val_fraction": ON}], "the fold is what is held out; leave one of them out"),
+    ([{"group_column": ON}], [{"dataset": Not(own_data.DATASETS)}],
+     "the rows of that data belong to nothing; leave it out"),
     # ---- several labels a row
     ([{"label_separator": ON}], [{"dataset": Not(own_data.DATASETS)}],
      "each row of that data has one label; leave it out"),

@@ -23,10 +23,11 @@ from input_pipeline.baseline import MOST_CLASSES, Baseline
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.fingerprint import check_data
 from input_pipeline.label_noise import swapped_classes, with_noise
-from input_pipeline.sampler import held_out_rows, stratified_rows
+from input_pipeline.sampler import fold_of_rows, held_out_rows, parted, stratified_rows
 from training.checkpoint import Checkpoint
 from training.epoch_report import EVAL_SET_NAMES
 
+FOLD_SEED = 0  # whatever --seed is
 NOISE_SEED = 2  # added to --seed for --label_noise; --val_fraction adds 1
 POLICY_SEED = 3  # for the rows that --mixup meta learns from
 MOST_POLICY_ROWS = 500  # which are enough; but at least one of each class
@@ -54,7 +55,7 @@ class Data:
 
     Attributes:
         train: the training set.
-        eval_sets: 'test', or 'val' (own data, or --val_fraction), or both.
+        eval_sets: 'test', or 'val' (own data, --val_fraction or --fold), or both.
         metadata: plain values that a checkpoint keeps for inference: class names and what
             preprocessing needs.
         labels: (rows,) class numbers of the training set; or (rows, classes) of 0 and 1.
@@ -77,7 +78,8 @@ class ChosenRows:
     """The rows of each split that a run uses, and what there is to say of them.
 
     Attributes:
-        splits: by name; 'val' among them with --val_fraction, and 'held_out' with --mixup meta.
+        splits: by name; 'val' among them with --val_fraction or --fold, and 'held_out' with
+            --mixup meta.
         lines: of what was read, held out or changed.
     """
 
@@ -120,7 +122,7 @@ def use_rows(
 
 def holds_out(settings: Settings, splits: Mapping[str, Any]) -> bool:
     """Whether rows of the training split are the validation set."""
-    return bool(settings.val_fraction) and "val" not in splits
+    return settings.holds_out and "val" not in splits
 
 
 def is_train_used(settings: Settings, splits: Mapping[str, Any]) -> bool:
@@ -146,9 +148,15 @@ def choose_rows(
     unused = {"train"} if settings.test else {"train", "test"}
     chosen = ChosenRows({name: split for name, split in splits.items() if name not in unused})
     train, has_val = splits["train"], "val" in splits
-    is_other_data = settings.evaluate and "the data" in redrawn  # all rows are evaluated
-    for name, rows in split_rows(settings, torch.as_tensor(train.labels), has_val).items():
-        is_whole = len(rows) == len(train.labels) or is_other_data
+    is_other_data = settings.evaluate and "the data" in redrawn
+    check_validation_set(settings, has_val or settings.holds_out)
+    rows_of = {"train": torch.arange(len(train.labels))}
+    if is_other_data and holds_out(settings, splits):
+        rows_of["val"] = rows_of["train"]  # all are evaluated
+    elif is_train_used(settings, splits):
+        rows_of = split_rows(settings, torch.as_tensor(train.labels), has_val, train.groups)
+    for name, rows in rows_of.items():
+        is_whole = len(rows) == len(train.labels)
         chosen.splits[name] = train if is_whole else train.select_rows(rows)
     if settings.dataset in own_data.DATASETS and not settings.evaluate:
         chosen.lines.extend(note for split in splits.values() for note in split.notes)
@@ -163,7 +171,8 @@ def choose_rows(
             chosen.lines.append(f"rows without a label: {', '.join(said)}")
     before, now = redrawn.get("--val_fraction", (0, settings.val_fraction))
     has_fewer = list(redrawn) == ["--val_fraction"] and now < before  # of the same rows
-    if redrawn and holds_out(settings, splits) and not has_fewer:
+    is_drawn = not settings.fold or "the data" in redrawn  # folds are the same for every seed
+    if redrawn and holds_out(settings, splits) and is_drawn and not has_fewer:
         what = "has trained on some of the rows now held out"
         if is_other_data:
             what = "may have trained on some of the rows that are evaluated"
@@ -186,25 +195,43 @@ def class_numbers(labels: Tensor) -> Tensor:
     return labels if labels.ndim == 1 else labels.nonzero()[:, 1]
 
 
-def split_rows(settings: Settings, labels: Tensor, has_val: bool = False) -> dict[str, Tensor]:
-    """Class-balanced row numbers of 'train' and, with --val_fraction, of 'val'.
+def split_rows(
+    settings: Settings, labels: Tensor, has_val: bool = False, groups: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Class-balanced row numbers of 'train' and, with --val_fraction or --fold, of 'val'.
 
     Args:
         labels: (rows,) of the training set; (rows, classes) of several labels are not balanced.
         has_val: the data set has a validation set of its own, which is used instead.
+        groups: of each row what it belongs to, if --group_column is given.
     Raises:
-        InputError: there is no validation set, and a flag needs one, or no rows are left.
+        InputError: no rows are left, or there is a validation set beside --fold.
     """
-    check_validation_set(settings, has_val or bool(settings.val_fraction))
     rows = torch.arange(len(labels))
     if labels.ndim > 1:
         labels = torch.zeros_like(rows)  # as of one class
     if settings.subset < 1:
         rows, _ = stratified_rows(labels, settings.subset, seed=settings.seed)
-    if has_val or not settings.val_fraction:
+    if has_val and settings.fold:
+        raise InputError(
+            f"--fold {settings.fold}: the data has a validation set of its own; leave --fold out, "
+            "or make it a part of the training set"
+        )
+    if has_val or not settings.holds_out:
         return {"train": rows}
+    if settings.fold:  # of all rows: folds of different seeds pair
+        with refused_as(f"--fold {settings.fold}"):
+            number, folds = map(int, settings.fold.split("/"))
+            fold = fold_of_rows(labels, folds, seed=FOLD_SEED, groups=groups)[rows]
+            val, train = parted(labels[rows], fold == number - 1, settings.fold)
+        return {"train": rows[train], "val": rows[val]}
     with refused_as("--val_fraction"):
-        val, train = held_out_rows(labels[rows], settings.val_fraction, seed=settings.seed + 1)
+        val, train = held_out_rows(
+            labels[rows],
+            settings.val_fraction,
+            seed=settings.seed + 1,
+            groups=[groups[row] for row in rows.tolist()] if groups else (),
+        )
     return {"train": rows[train], "val": rows[val]}
 
 

@@ -78,12 +78,17 @@ class Choice:
 
     Args:
         former: present name by former one, which can be chosen as well.
+        prefix: of any other names that can be.
     """
 
-    def __init__(self, names: Iterable[str], former: Mapping[str, str] | None = None) -> None:
-        self.names, self.former = list(names), former or {}
+    def __init__(
+        self, names: Iterable[str], former: Mapping[str, str] | None = None, prefix: str = ""
+    ) -> None:
+        self.names, self.former, self.prefix = list(names), former or {}, prefix
 
     def __call__(self, text: str) -> str:
+        if self.prefix and text.startswith(self.prefix) and text != self.prefix:
+            return text
         if text not in self.names and text not in self.former:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"

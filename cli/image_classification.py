@@ -120,8 +120,10 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             image_size=settings.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
             classes=run.checkpoint.classes if run.checkpoint else (),
-            enough=["test", "val"] * settings.evaluate + ["train"] * bool(settings.val_fraction),
-            label_separator=settings.label_separator,
+            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
+            choice=csv_tables.ColumnChoice(
+                separator=settings.label_separator, group=settings.group_column
+            ),
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
     shown = {name: chosen[name].show for name in EVAL_SET_NAMES if name in chosen}

@@ -24,7 +24,7 @@ from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
-from input_pipeline import own_data
+from input_pipeline import hugging_face_data, own_data
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
@@ -54,6 +54,7 @@ def parse(
     defaults, recipe = parser.defaults(), dict[str, Any]()
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
+    given |= own_form({**recipe, **given}, parser)
     chosen = parser.merged(parser.merged(defaults, recipe), given)
     defaults |= parser.kind.pretrained if begins_with_weights(chosen) else {}
     defaults |= parser.kind.frozen if chosen["freeze"] else {}
@@ -89,6 +90,12 @@ def parse(
                 f"--label_separator {settings.label_separator}: the run was trained with one label "
                 "a row; train a new one"
             )
+        for name in ("fold", "group_column"):
+            if (before := found.flags.get(name)) != flags[name]:
+                raise InputError(
+                    f"--{name} {flags[name]}: the run was trained with {before or 'none'}, also on "
+                    "rows that would be held out; train a new one"
+                )
         if settings.lr != found.flags["lr"]:  # the user's own remedy replaces those so far
             found.flags["lr"] *= found.progress["lr_factor"]
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
@@ -102,6 +109,24 @@ def parse(
             how_long = f"in the {settings.epochs} epochs of this run"
             print_once(f"warning: --lr_schedule {settings.lr_schedule} changes no rate {how_long}")
     return settings, found
+
+
+def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str]:
+    """The flags that read what a data set of Hugging Face is converted into; none for others.
+
+    Args:
+        flags: those that are given.
+    Raises:
+        InputError: it cannot be converted.
+    """
+    dataset = flags.get("dataset", "")
+    if not dataset.startswith(HF):
+        return {}
+    root = flags.get("data_dir", parser.flags["data_dir"].default)
+    with refused_as(f"--dataset {dataset}", (InputError,)):
+        folder = hugging_face_data.convert(dataset.removeprefix(HF), Path(root))
+    own = next(name for name in own_data.DATASETS if name in parser.kind.datasets)
+    return {"dataset": own, "data_dir": str(folder)}
 
 
 def present_name(flag: Flag, value: Any) -> Any:
@@ -385,7 +410,7 @@ def validate(settings: Settings, script: str, resumed: bool) -> None:
     if settings.stop_at > 1 and settings.best_by != "loss":
         raise InputError(f"--stop_at {settings.stop_at:g}: give a share of at most 1, such as 0.9")
     if settings.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
-        check_validation_set(settings, has_val=bool(settings.val_fraction))
+        check_validation_set(settings, has_val=settings.holds_out)
     if not uses_trained_model(vars(settings)):
         compatibility.check(vars(settings))
     create_lr_schedule(settings)
@@ -413,5 +438,5 @@ def check_validation_set(settings: Settings, has_val: bool) -> None:
     if not has_val and not settings.test:
         raise InputError(
             "--no-test chooses the best epoch by held-out rows of the training set: give "
-            "--val_fraction above 0"
+            "--val_fraction above 0, or --fold"
         )

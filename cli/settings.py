@@ -48,6 +48,7 @@ from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from mixup import FORMER_KINDS, mixup
+from models.hugging_face import HF
 from optimizers import schedules
 from optimizers.schedules import Schedule
 from training import predictions
@@ -72,6 +73,15 @@ def weights_of_classes(text: str) -> str | dict[str, float] | None:
     if not isinstance(entries, dict):
         raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
+
+
+def kth_fold(text: str) -> str:
+    """An argparse type: K/N, the number of a fold from 1 on and how many there are."""
+    number, slash, folds = text.partition("/")
+    is_one = slash and number.isdecimal() and folds.isdecimal()
+    if not is_one or not 1 <= int(number) <= int(folds) or int(folds) < 2:
+        raise ArgumentTypeError(f"must be as 2/5, from 1/5 to 5/5, got {text}")
+    return f"{int(number)}/{int(folds)}"
 
 
 def share_of_noise(text: str) -> float | str:
@@ -120,8 +130,8 @@ class DataSettings:
 
     title = "data"
 
-    dataset: str = flag(Choice([]), "", "data set; folder and csv are your own files "
-        "in --data_dir (docs/own_data.md)", common=True)
+    dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
+        "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True)
     data_dir: str = flag(path_text, "./data",
         "folder of the data sets, into which missing ones are downloaded (default $DATA_DIR, else "
         "./data)", metavar="DIR", scope=Scope.PLACE, common=True)
@@ -129,6 +139,12 @@ class DataSettings:
         metavar="F", common=True)
     val_fraction: float = flag(below_one, None, "share of the training set that is held out to "
         "choose the best epoch (default 0)", metavar="F", common=True)
+    fold: str | None = flag(kth_fold, None, "held-out fold of the training set, and how many there "
+        "are, as 2/5: with classes in proportion, but for several labels a row, and the same for "
+        "every --seed", metavar="K/N")
+    group_column: str | None = flag(str, None, "column of what rows belong to, such as a patient, "
+        "which is held out as a whole or not at all; of images in folders it is folder, the one "
+        "below the class", metavar="COLUMN", only_with=[{"fold": ON}, {"val_fraction": ON}])
     label_noise: float | str = flag(share_of_noise, 0.0, "share of the training rows of each class "
         "that get a wrong label; 0.4:cat=dog,deer=horse swaps labels within these pairs only",
         metavar="F")
@@ -408,6 +424,7 @@ class Settings(
         frozen: the same with --freeze.
         pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
         model_flags: the fields that weights must share with the model that takes them.
+        holds_out: whether rows of the training set are the validation set, if it has no other.
         views: how many views of a test sample outputs are averaged over.
         repeats_samples: whether a training sample is the same in every epoch.
         several_sizes: whether the shape of a sample changes during the run.
@@ -422,6 +439,10 @@ class Settings(
     model_flags: ClassVar[Sequence[str]]
 
     arch: str  # both scripts declare it
+
+    @property
+    def holds_out(self) -> bool:
+        return bool(self.val_fraction or self.fold)
 
     @property
     def views(self) -> int:
@@ -451,7 +472,7 @@ def script_parser(
     """
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     changes: dict[str, dict[str, Any]] = {
-        "dataset": {"type": Choice(kind.datasets), "default": kind.datasets[0]},
+        "dataset": {"type": Choice(kind.datasets, prefix=HF), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},

@@ -107,11 +107,14 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
             settings.dataset,
             settings.data_dir,
             choice=ColumnChoice(
-                settings.label_column, tuple(settings.text_column), settings.label_separator
+                settings.label_column,
+                tuple(settings.text_column),
+                settings.label_separator,
+                settings.group_column,
             ),
             classes=run.checkpoint.classes if run.checkpoint else (),
             trained=trained_columns(run.checkpoint),
-            enough=["test", "val"] * settings.evaluate + ["train"] * bool(settings.val_fraction),
+            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
         ),
     )
     chosen, fingerprint = use_rows(settings, run, splits, classes)

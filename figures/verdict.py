@@ -78,13 +78,18 @@ class Contender:
     runs: Sequence[ReportedRun]
 
     @property
+    def differ_in(self) -> str:
+        """What its runs differ in: 'seeds', or 'folds' on which they are measured."""
+        return "folds" if self.runs[0].flags.get("fold") else "seeds"
+
+    @property
     def rate(self) -> float:
         """The best learning rate of the search."""
         return best_rate(self.trials)
 
     @property
     def accuracies(self) -> list[float]:
-        """Test accuracy of each seed in percent."""
+        """Accuracy of each run in percent, on the test set or its fold."""
         return last([run.rows for run in self.runs], accuracy)
 
     @property
@@ -122,7 +127,8 @@ def winner(arms: Sequence[Contender]) -> Contender:
 
 def table(arms: Sequence[Contender]) -> list[str]:
     """Return the lines of a table in Markdown, which a terminal shows aligned."""
-    titles = f"arm|rate|test accuracy|difference to {arms[0].name}|training time"
+    measured = "accuracy on folds" if arms[0].differ_in == "folds" else "test accuracy"
+    titles = f"arm|rate|{measured}|difference to {arms[0].name}|training time"
     rows = [[*titles.split("|"), "device-hours of a run", "with its search"]]
     for arm in arms:
         hours = statistics.mean(device_hours(run.rows) for run in arm.runs)
@@ -154,14 +160,20 @@ def sentence(arms: Sequence[Contender]) -> str:
 def limits(arms: Sequence[Contender]) -> list[str]:
     """Return what may not be concluded from accuracies and rates, a sentence each."""
     seeds, rows, found = len(arms[0].runs), arms[0].test_rows, []
+    differ_in = arms[0].differ_in
     if seeds > 1:
         found.append(
             f"An arm is ahead or behind where the difference exceeds {errors_needed(seeds):.1f} of "
-            f"its standard errors, Student's t for {seeds} seeds and 95 % (an error below that of "
-            "one test row counts as that)."
+            f"its standard errors, Student's t for {seeds} {differ_in} and 95 % (an error below "
+            "that of one test row counts as that)."
+        )
+    if differ_in == "folds":
+        found.append(
+            "Folds share training rows, so that errors are too small, and the rates were searched "
+            "on rows of the folds."
         )
     if seeds < 3:
-        found.append("With fewer than 3 seeds the error is hardly known: small gains stay hidden.")
+        found.append("With fewer than 3 runs the error is hardly known: small gains stay hidden.")
     if len(arms) > 2:
         found.append(
             f"These are {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of such "
@@ -210,6 +222,6 @@ def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
     searched.set_xscale("log")
     plain_log_ticks(searched.xaxis)
     label_axes(searched, "learning rate", "held-out accuracy / %", title="search; star: best rate")
-    label_axes(in_full, "training time / s", "test accuracy / %", title="in full; bar: mean")
+    label_axes(in_full, "training time / s", "accuracy / %", title="in full; bar: mean")
     add_legend(figure, searched, title="a point for each trial and seed")
     save(figure, path)

@@ -1,4 +1,4 @@
-"""Reads csv, tsv and jsonl files: their rows, and which columns are the label and the texts.
+"""Reads csv, tsv, jsonl and parquet files: their rows, and which columns are label and texts.
 
 table = open_table(Path("my_texts/train.csv"), ColumnChoice())
 for number, row in table.rows():                   # row by row, so that a file may be of any size
@@ -6,7 +6,7 @@ for number, row in table.rows():                   # row by row, so that a file 
 
 Columns are found by their usual names in a header row, or the user names them. Without a header
 row the label comes first and all other columns are text, as in the files of AG News. A line of a
-jsonl file is an object such as {"label": "spam", "text": "Win now"}.
+jsonl file, or a row of a parquet file, is an object such as {"label": "spam", "text": "Win now"}.
 """
 
 import csv
@@ -24,18 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError
+from errors import InputError, first_line, needing
 from input_pipeline.own_data import list_names, normal_form, shorten
 
 Rows = Iterator[tuple[int, list[str]]]  # the number of each row in its file, and its columns
 
-SUFFIXES = (".csv", ".tsv", ".jsonl")
+OF_OBJECTS = {".jsonl": "an object a line", ".parquet": "parquet"}  # and what is said of them
+SUFFIXES = (".csv", ".tsv", *OF_OBJECTS)
+PARQUET_ROWS = 1024  # read at a time: a row may hold an image
 # The first one in a file outside quotes; a text within quotes is a longer match.
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
-NESTED = "a list or an object; write a string, or choose another column"
-"""This very object is the cell of a nested value."""
+NESTED = (
+    "a list, an object or bytes; write a string, or choose another column (images that lie in the "
+    "table itself: --dataset hf:FOLDER)"
+)
+"""This very object is the cell of a nested value, or of bytes."""
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(
@@ -55,6 +60,7 @@ class ColumnChoice:
     label: str | None = None  # the column of the label; None to find it
     texts: tuple[str, ...] = ()  # the columns of the text, which are joined; empty to find them
     separator: str | None = None  # of the labels in a cell; None where a row has one label
+    group: str | None = None  # the column of what belongs together; None where rows do not
 
 
 NO_CHOICE = ColumnChoice()
@@ -131,11 +137,34 @@ class CsvTable:
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
 
+    def groups(self, name: str) -> list[str]:
+        """Return the group of each row of data, which a column names.
+
+        Raises:
+            InputError: there is no such column, or a row's cell is empty.
+        """
+        _, (position,) = find_columns(
+            self.path,
+            self.header,
+            ColumnChoice(texts=(name,)),
+            num_columns=len(self.header) or len(next(self.read())[1]),
+            has_label=False,
+            flag="--group_column",
+        )
+        groups, column = [], self.describe_column(position)
+        for number, row in self.rows():
+            if row[position] is NESTED or not row[position].strip():
+                raise InputError(
+                    f"{self.path}, row {number}: the group ({column}) is empty or nested; fill it "
+                    "in or delete the row"
+                )
+            groups.append(row[position].strip())
+        return groups
+
     def describe(self, what: str = "text") -> str:
         """Say in one line which columns are read as what, and which of a header are not read."""
         header = "row 1 is the header" if self.header else "no header row"
-        if self.path.suffix.lower() == ".jsonl":
-            header = "an object a line"
+        header = OF_OBJECTS.get(self.path.suffix.lower(), header)
         texts = " and ".join(self.describe_column(position) for position in self.texts)
         label = f"the label is {self.describe_column(self.label)}, " if self.label >= 0 else ""
         unread = [i for i in range(len(self.header)) if i not in (self.label, *self.texts)]
@@ -199,7 +228,7 @@ def open_table(
         name = trained.label if is_there else choice.label
         choice = replace(choice, label=name if has_label else None, texts=known)
     names_columns = bool(train.header) if train else is_known or is_header(read(), choice)
-    header = first if names_columns or path.suffix.lower() == ".jsonl" else []
+    header = first if names_columns or path.suffix.lower() in OF_OBJECTS else []
     if train and header and own == list(map(normalise, train.header)):
         return CsvTable(path, header, train.label, train.texts, read, separator)
     if train and train.header and header:
@@ -258,8 +287,13 @@ def table_reader(
             the only one; the cells of several labels are quoted there.
     """
     suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        return partial(read_json_lines, path, names_of_objects(path), label_separator)
+    if suffix in OF_OBJECTS:
+        read = read_parquet if suffix == ".parquet" else read_objects
+        every = read(path) if suffix == ".jsonl" else islice(read(path), 1)
+        names = list(dict.fromkeys(name for _, value in every for name in value))
+        if not names:
+            raise InputError(f"{path} is empty: it needs at least one object")
+        return partial(read_object_rows, path, read, names, label_separator)
     lines = islice(filter(str.strip, utf8_lines(path)), None if has_label else 1)
     split = ([match[0] for match in SEPARATORS[suffix].finditer(line)] for line in lines)
     first = next(split, [])
@@ -360,32 +394,63 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, value
 
 
-def names_of_objects(path: Path) -> list[str]:
-    """Return the names in the objects of a jsonl file, in the order in which they appear."""
-    names = list(dict.fromkeys(name for _, value in read_objects(path) for name in value))
-    if not names:
-        raise InputError(f"{path} is empty: it needs at least one object")
-    return names
+def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each row of a parquet file, and its values by the names of the columns.
+
+    The first is numbered 1. Classes that Hugging Face's `datasets` has numbered get their names.
+
+    Raises:
+        InputError: the file cannot be read, or pyarrow is missing.
+    """
+    with needing(f"{path}", "pyarrow"):
+        from pyarrow import parquet
+    try:
+        with open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
+            known = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
+            features = known.get("info", {}).get("features", {})
+            kinds = {name: each.get("feature", each) for name, each in features.items()}
+            names = {n: each["names"] for n, each in kinds.items() if each["_type"] == "ClassLabel"}
+            batches = (batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
+            for number, row in enumerate(chain.from_iterable(batches), 1):
+                yield number, row | {name: named(row[name], names[name]) for name in names}
+    except Exception as error:  # of pyarrow there are many kinds
+        raise InputError(
+            f"{path} cannot be read as parquet ({first_line(error)}); write it again"
+        ) from None
 
 
-def read_json_lines(path: Path, names: list[str], label_separator: str | None = None) -> Rows:
-    """Yield the names of all objects as row 0, and the values of the object of each line.
+def named(value: Any, classes: Sequence[str]) -> Any:
+    """Return the name of a class by its number, or those of a list; None for null and -1."""
+    if isinstance(value, list):
+        return [named(each, classes) for each in value]
+    return None if value is None or value < 0 else classes[value]
 
-    Null, NaN and [] are empty, lists and objects `NESTED`; others but strings are as in JSON. With
-    a separator of labels it joins the strings of a list.
+
+def read_object_rows(
+    path: Path,
+    read: Callable[[Path], Iterator[tuple[int, dict[str, Any]]]],
+    names: list[str],
+    label_separator: str | None = None,
+) -> Rows:
+    """Yield the names of all objects as row 0, and the values of each object that is read.
+
+    Null, NaN and [] are empty, lists, objects and bytes `NESTED`; others but strings are as in
+    JSON. With a separator of labels it joins the strings of a list.
     """
 
     def cell(value: Any) -> str:
         is_names = isinstance(value, list) and all(isinstance(each, str) for each in value)
         if label_separator is not None and is_names:
             value = label_separator.join(value)
-        if value is None or isinstance(value, list | dict):
+        if isinstance(value, list | dict | bytes):
             return NESTED if value else ""
-        text = value if isinstance(value, str) else json.dumps(value)
+        if value is None or value != value:
+            return ""
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
         return text.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
 
     yield 0, names
-    for number, value in read_objects(path):
+    for number, value in read(path):
         yield number, [cell(value.get(name)) for name in names]
 
 
@@ -436,11 +501,13 @@ def find_columns(
     *,
     num_columns: int,
     has_label: bool = True,
+    flag: str = "--text_column",
 ) -> tuple[int, tuple[int, ...]]:
     """Return the positions of the label and of the texts: the chosen ones, else by usual names.
 
     Without a header the label is the first column and all others are texts. Of texts to classify
-    the label may be -1, and without a header their column is chosen or the only one.
+    the label may be -1, and without a header their column is chosen or the only one. `flag` is what
+    chooses the texts.
 
     Raises:
         InputError: a column is not there, or it is not clear which one is meant.
@@ -466,7 +533,7 @@ def find_columns(
             raise refusal(f"{there_is} {shorten(chosen)}", flag)
         return same[0]
 
-    texts = [position(name, "--text_column") for name in choice.texts]
+    texts = [position(name, flag) for name in choice.texts]
     labels = [i for i, name in enumerate(names) if name in LABEL_NAMES and i not in texts]
     if choice.label is not None:
         labels = [position(choice.label, "--label_column")]
@@ -480,7 +547,7 @@ def find_columns(
         are_named = header and num_columns > 1
         texts = [i for i in others if not are_named or names[i] in TEXT_NAMES]
     if not texts:
-        raise refusal("no column is known to be the text", "--text_column")
+        raise refusal("no column is known to be the text", flag)
     if set(labels).intersection(texts):
-        raise refusal("the label's column is one of the texts' as well", "--text_column")
+        raise refusal("the label's column is one of the texts' as well", flag)
     return labels[0] if labels else -1, tuple(texts)

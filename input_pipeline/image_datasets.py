@@ -31,7 +31,9 @@ from errors import InputError, first_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.csv_tables import (
     LABEL_NAMES,
+    NO_CHOICE,
     SUFFIXES,
+    ColumnChoice,
     CsvTable,
     class_number,
     multi_hot,
@@ -61,6 +63,7 @@ READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.Unp
 FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 THUMBNAIL = 96  # pixels a side at most of an image of a page
+IN_FOLDERS = "folder"  # names the folder below that of the class where there are no columns
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
@@ -77,6 +80,7 @@ class ImageSplit:
         channels: 3 for colour, 1 for grey.
         interpolation: by which images are scaled: 'bilinear' or 'bicubic', both antialiased.
         notes: what a user should know of how it was read, a line each.
+        groups: of each row what it belongs to, as of `TextSplit`.
     """
 
     labels: Tensor
@@ -87,6 +91,7 @@ class ImageSplit:
     channels: int = 3
     interpolation: str = "bilinear"
     notes: tuple[str, ...] = ()
+    groups: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -95,7 +100,8 @@ class ImageSplit:
         """Return a split of the given rows, in that order."""
         pixels = None if self.pixels is None else self.pixels[rows]
         files = None if self.files is None else self.files[rows.numpy()]
-        return dataclasses.replace(self, labels=self.labels[rows], pixels=pixels, files=files)
+        labels = self.labels[rows]
+        return dataclasses.replace(self, labels=labels, pixels=pixels, files=files, groups=())
 
     def marks(self) -> bytes:
         """The names of the files: the same on each node, wherever the data lies there."""
@@ -140,7 +146,7 @@ def read_image_splits(
     interpolation: str = "bilinear",
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
-    label_separator: str | None = None,
+    choice: ColumnChoice = NO_CHOICE,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
@@ -150,7 +156,7 @@ def read_image_splits(
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
         interpolation: as of `ImageSplit`.
         classes: of 'folder': the classes of a trained model; empty to take those of the folders.
-        enough, label_separator: of 'folder': see `needed_splits` and `read_folder`.
+        enough, choice: of 'folder': see `needed_splits` and `read_folder`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -160,11 +166,7 @@ def read_image_splits(
     if name == "folder":
         size = image_size or FOLDER_IMAGE_SIZE
         splits, names = read_folder(
-            Path(data_dir),
-            size,
-            classes=classes,
-            enough=enough,
-            label_separator=label_separator,
+            Path(data_dir), size, classes=classes, enough=enough, choice=choice
         )
     else:
         splits, names = read_digits() if name == "digits" else read_torchvision(name, data_dir)
@@ -238,7 +240,7 @@ def read_folder(
     *,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
-    label_separator: str | None = None,
+    choice: ColumnChoice = NO_CHOICE,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """List the images of a folder, which are decoded later.
 
@@ -252,7 +254,8 @@ def read_folder(
         classes: of a trained model; empty to take the names of the folders in train/, or the
             labels of train.csv, sorted.
         enough: see `needed_splits`.
-        label_separator: of the labels of a row of a table; None where each has one.
+        choice: the separator of several labels, and the column of the groups, of which the usual
+            ones are not chosen; without a table `IN_FOLDERS`.
     Returns:
         The splits that are there, and the classes.
     Raises:
@@ -260,11 +263,11 @@ def read_folder(
     """
     paths = needed_splits(root, ("", *SUFFIXES), enough=enough)
     tables = {
-        split: open_image_table(path, label_separator)
+        split: open_image_table(path, choice.separator)
         for split, path in paths.items()
         if path.is_file()
     }
-    if label_separator is not None and (folders := set(paths) - set(tables)):
+    if choice.separator is not None and (folders := set(paths) - set(tables)):
         raise InputError(
             f"{paths[folders.pop()]}: an image in the folder of its class has one label; list the "
             "images in a table of that name, as .csv with the columns image and label"
@@ -288,6 +291,12 @@ def read_folder(
         for split, path in paths.items()
     }
     splits["train"].notes += tuple(unread_splits(root, paths, ("", *SUFFIXES)))
+    if choice.group and "train" in tables:
+        splits["train"].groups = tables["train"].groups(choice.group)
+    elif choice.group:
+        files = splits["train"].files
+        assert files is not None
+        splits["train"].groups = folders_of(files, paths["train"], choice.group)
     return splits, names
 
 
@@ -381,6 +390,22 @@ def list_split(folder: Path, classes: Sequence[str], *, size: int) -> ImageSplit
         raise InputError(f"{folder} contains no images: it needs a folder for each class")
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor(list(map(len, files))))
     return ImageSplit(labels, files=np.concatenate(files), size=size, notes=tuple(left_out.notes()))
+
+
+def folders_of(files: Iterable[bytes], root: Path, group: str) -> list[str]:
+    """Return the name of the folder below its class in which each image lies.
+
+    Raises:
+        InputError: an image lies in its class itself, or `group` is not `IN_FOLDERS`.
+    """
+    parts = [os.path.relpath(os.fsdecode(file), root).split(os.sep) for file in files]
+    if (lone := next((each for each in parts if len(each) < 3), None)) or group != IN_FOLDERS:
+        lies = f", and {os.path.join(*lone)} lies in none" if lone else f", not by {group}"
+        raise InputError(
+            f"{root}: images in folders are grouped by --group_column {IN_FOLDERS}, the folder "
+            f"below that of their class{lies}"
+        )
+    return [name for _, name, *_ in parts]
 
 
 def paths_array(paths: Iterable[str | Path]) -> np.ndarray:

@@ -10,12 +10,15 @@ at any step of any epoch without communication, and W ranks of b rows draw the s
 one rank of W x b rows.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+MOST_FOLDS = 100  # from which a share of groups is drawn
 BATCHES_PER_SORT = 128  # batches whose rows are sorted by length together, see `Sampler`
 
 
@@ -188,27 +191,79 @@ def stratified_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tens
     return is_drawn.nonzero().flatten(), (~is_drawn).nonzero().flatten()
 
 
-def held_out_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tensor, Tensor]:
+def fold_of_rows(labels: Tensor, folds: int, *, seed: int, groups: Sequence[str] = ()) -> Tensor:
+    """Deal the rows into folds, each of which has about the same share of each class.
+
+    Args:
+        labels: (rows,) class numbers.
+        folds: their number.
+        seed: seed of the draw.
+        groups: of each row what it belongs to, which comes into one fold; () where rows do not.
+    Returns:
+        (rows,) int64, the fold of each row from 0 on.
+    Raises:
+        ValueError: a class has fewer rows than there are folds, or there are fewer groups.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold  # takes a second
+
+    fewest, number = int(min(labels.unique(return_counts=True)[1])), len({*groups})
+    if (not groups and folds > fewest) or (groups and folds > number):
+        few = f"{number} groups" if groups else f"{fewest} rows of the smallest class"
+        raise ValueError(f"there are {few}; give fewer folds")
+    kind = StratifiedGroupKFold if groups else StratifiedKFold
+    fold = torch.empty(len(labels), dtype=torch.int64)
+    with warnings.catch_warnings():  # of classes with fewer rows than folds
+        warnings.simplefilter("ignore")
+        splits = kind(folds, shuffle=True, random_state=seed).split(labels, labels, groups or None)
+        for number, (_, held_out) in enumerate(splits):
+            fold[held_out] = number
+    return fold
+
+
+def held_out_rows(
+    labels: Tensor, fraction: float, *, seed: int, groups: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
     """Draw validation rows as `stratified_rows` does, but none of a class that has one row only.
 
+    Args:
+        labels, fraction, seed: as of `stratified_rows`.
+        groups: as of `fold_of_rows`; some of at most 100 folds are drawn, as close to the fraction
+            as the number of groups allows.
     Returns:
         (validation rows, training rows), both sorted.
     Raises:
         ValueError: a class has no training rows, or there are no validation rows.
     """
-    val, train = stratified_rows(labels, fraction, seed=seed)
-    is_alone = labels.bincount()[labels] == 1
-    train = torch.cat([train, val[is_alone[val]]]).sort().values
-    val = val[~is_alone[val]]
+    if groups:
+        most = min(MOST_FOLDS, len({*groups}), int(labels.bincount().max()))
+        share = Fraction(fraction).limit_denominator(most)
+        if share in (0, 1):
+            raise ValueError(f"{fraction:g} of {len({*groups})} groups is none or all of them")
+        fold = fold_of_rows(labels, share.denominator, seed=seed, groups=groups)
+        is_drawn = fold < share.numerator
+    else:
+        drawn, _ = stratified_rows(labels, fraction, seed=seed)
+        is_drawn = torch.zeros(len(labels), dtype=torch.bool)
+        is_drawn[drawn] = labels.bincount()[labels[drawn]] > 1
+    return parted(labels, is_drawn, f"{fraction:g}")
+
+
+def parted(labels: Tensor, is_held_out: Tensor, share: str) -> tuple[Tensor, Tensor]:
+    """Return (validation rows, training rows), both sorted; `share` is what a message begins with.
+
+    Raises:
+        ValueError: a class has no training rows, or there are no validation rows.
+    """
+    val, train = is_held_out.nonzero().flatten(), (~is_held_out).nonzero().flatten()
     classes = set(labels.tolist())
     if without := classes - set(labels[train].tolist()):
         raise ValueError(
-            f"{fraction:g} leaves no training rows of {len(without)} of the {len(classes)} classes "
+            f"{share} leaves no training rows of {len(without)} of the {len(classes)} classes "
             f"({len(labels)} rows in all); give a smaller one"
         )
     if not len(val):
         raise ValueError(
-            f"{fraction:g} leaves no validation rows, as each class has one row only; give more "
+            f"{share} leaves no validation rows, as each class has one row only; give more "
             "rows, or 0"
         )
     return val, train

@@ -79,12 +79,15 @@ class TextSplit:
         texts: the cleaned text of each row.
         notes: what a user should know of how the file was read, a line each.
         columns: names of its columns, where the file has a header.
+        groups: of each row what it belongs to, if such a column is chosen: rows of one group are
+            trained on together, or held out together.
     """
 
     labels: Sequence[int] | Tensor
     texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
     columns: ColumnChoice = field(default=NO_CHOICE, compare=False)
+    groups: Sequence[str] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -230,7 +233,9 @@ def read_own_csv(
             columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
         is_multilabel = choice.separator is not None
         numbered = multi_hot(labels, numbers) if is_multilabel else [numbers[n] for (n,) in labels]
-        splits[split] = TextSplit(numbered, texts, tuple(notes), columns)
+        has_groups = choice.group and split == "train" and [*paths.values()].count(path) == 1
+        groups = table.groups(choice.group) if has_groups and choice.group else ()
+        splits[split] = TextSplit(numbered, texts, tuple(notes), columns, groups)
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
 

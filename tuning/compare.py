@@ -3,10 +3,12 @@
 python -m tuning.compare resnet50_test.py --dataset digits --optimizers sgd adamw ngd --minutes 10
 python -m tuning.compare transformer_test.py --vary label_smoothing=0,0.1 --seeds 5 --jobs 4
 python -m tuning.compare resnet50_test.py --vary recipe=fast94,my_flags.yaml --out races/recipes
+python -m tuning.compare transformer_test.py --vary mixup=none,mixup --dataset headlines --folds 5
 
 Each arm of the race gets the same number of trials, with learning rates around its own, on rows
 held out of the training set. Its best rate is then trained in full with every seed, and evaluated
-on the test set once. Flags that are not listed below go to the script in all runs. A race that was
+on the test set once; or, with --folds, on each fold of the training set by a run that is trained on
+the other folds. Flags that are not listed below go to the script in all runs. A race that was
 killed goes on when the same command is given again. It ends with verdict.md, verdict.png,
 report.html, and recipe.yaml of the winner.
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 from cli import flag_parser, options
 from cli.flag_parser import Choice, FlagParser, file_path
 from errors import InputError, exit_code
+from input_pipeline import own_data
 from tuning.config import Arm
 from tuning.sweep import HELD_OUT, SCRIPTS, check_optuna
 from tuning.target_script import TargetScript, script_parser
@@ -37,7 +40,9 @@ def compare_parser() -> FlagParser:
     words = "short form of --vary optimizer=A,B"
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
     add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
-    number("--seeds", flag_parser.count, 3, "seeds of the runs in full")
+    number("--seeds", flag_parser.count, None, "seeds of the runs in full (default 3)")
+    words = "folds of the training set, in place of seeds and test set"
+    number("--folds", flag_parser.number(int, 2), 0, words)
     number("--minutes", flag_parser.positive, 30.0, "time, for which trials and epochs are chosen")
     number("--val_fraction", HELD_OUT, 0.2, "held-out share of the training rows")
     number("--jobs", flag_parser.count, 1, "runs at a time, each on a GPU or core")
@@ -78,8 +83,6 @@ def read_arms(
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
     if taken := given & {"seed", own} - {name}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
-    if "test" not in shared.own_splits():
-        raise InputError(f"--data_dir {common['data_dir']}: has no test set, which a race needs")
     arms: list[Arm] = []
     for value in values:
         words = ["--recipe", value, *arguments]
@@ -115,8 +118,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if (args.optimizers is None) == (args.vary is None):
         raise InputError("give either --optimizers sgd adamw or --vary FLAG=A,B")
+    if args.folds and args.seeds:
+        raise InputError("--folds and --seeds: each fold has a seed of its own; give one of them")
+    args.seeds = args.folds or args.seeds or 3
     flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
     script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
+    data_dir, splits = script.flags({})["data_dir"], script.own_splits()
+    if args.folds and splits is not own_data.SPLIT_NAMES and "val" in splits:
+        raise InputError(f"--folds: {data_dir} has a validation set; make it a part of train")
+    if not args.folds and "test" not in splits:
+        raise InputError(
+            f"--data_dir {data_dir}: has no test set, which a race without --folds needs"
+        )
     arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
     out = args.out or Path("races", f"{script.file.removesuffix('_test.py')}-{flag.lstrip('-')}")
     read = {"script": script, "arms": arms, "out": out}

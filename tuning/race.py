@@ -49,6 +49,7 @@ class RaceConfig(SweepConfig):
 
     arms: Sequence[Arm]
     minutes: float
+    folds: int = 0  # of the training set, on which the runs in full are measured, each on its own
 
     @property
     def wanted_epochs(self) -> int:
@@ -58,16 +59,20 @@ class RaceConfig(SweepConfig):
     def sweep(self, epochs: int, *, in_full: bool = False) -> SweepConfig:
         """Return the search, or the runs in full, as a sweep that has no trials yet."""
         common = ["--epochs", str(epochs), "--eval_every", str(epochs)]  # a single evaluation
-        if not in_full:
+        folds = self.folds if in_full else 0
+        if folds:
+            common += ["--no-test"]
+        elif not in_full:
             common += ["--val_fraction", str(self.val_fraction), "--no-test"]
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
         settings |= {"held_out": self.val_fraction, "jobs": self.jobs}
+        settings |= {"folds": self.folds} if self.folds else {}
         given = self.script.given
         settings |= {name: given[name] for name in SPEED_FLAGS if name in given}  # of their times
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
         space = arm_space(arms, self.seeds)
-        script = RaceScript(self.script.file, [], settings, arms=arms, common=common)
+        script = RaceScript(self.script.file, [], settings, arms=arms, common=common, folds=folds)
         out = self.out / ("in_full" if in_full else "search")
         own: dict[str, Any] = {"script": script, "space": space, "val_fraction": 0.0, "out": out}
         return replace(self, **own, is_strict=True, keeps_weights=in_full)
@@ -79,10 +84,12 @@ class RaceScript(TargetScript):
 
     arms: Mapping[str, Arm]
     common: Sequence[str]
+    folds: int = 0  # of which a run has that of its seed
 
     def to_arguments(self, params: Mapping[str, Any]) -> list[str]:
         """Return the arguments of a run with these values of arm, lr and seed."""
         own = ["--lr", str(params["lr"]), "--seed", str(params["seed"])]
+        own += ["--fold", f"{params['seed'] + 1}/{self.folds}"] if self.folds else []
         return [*self.arms[params["arm"]].script.arguments, *own, *self.common]
 
     def settings(self) -> dict[str, Any]:
@@ -271,13 +278,15 @@ def make_plan(config: RaceConfig) -> Plan:
     if all("epochs" not in arm.script.given for arm in config.arms):
         fewer = range(wanted - 1, FEWEST_EPOCHS - 1, -1)
         choices += [(trials, epochs) for trials in TRIALS[-2:] for epochs in fewer]
+    of_runs = "folds" if config.folds else "seeds"
     for trials, epochs in choices:
         rounds = [3, *[2] * (trials // 2 - 1)]
         searched = sum(math.ceil(len(config.arms) * each / config.jobs) for each in rounds)
         in_full = math.ceil(len(config.arms) * config.seeds / config.jobs)
-        steps = searched + in_full / (1 - config.val_fraction)  # times the epochs of a trial
+        share = 1 - 1 / config.folds if config.folds else 1
+        steps = searched + share * in_full / (1 - config.val_fraction)  # times a trial's epochs
         seconds = taken + MARGIN * ((searched + in_full) * start + steps * epochs * epoch)
-        text = f"{len(config.arms)} arms x ({trials} trials + {config.seeds} seeds in full)"
+        text = f"{len(config.arms)} arms x ({trials} trials + {config.seeds} {of_runs} in full)"
         if seconds <= 60 * config.minutes:
             print(f"{text} of {epochs} epochs take about {duration(seconds)}", flush=True)
             return Plan(trials, epochs)

@@ -18,7 +18,8 @@ from cli.flag_parser import Scope, ScriptParser, setting
 from errors import InputError
 from input_pipeline import csv_tables, own_data
 
-SET_BY_SWEEP = ("out", "resume", "checkpoint", "val_fraction", "eval_every", "test", "no-test")
+HELD_OUT = ("val_fraction", "fold", "test")
+SET_BY_SWEEP = ("out", "resume", "checkpoint", "eval_every", *HELD_OUT, "no-test")
 ENDS = ("patience", "stop_at", "best_by")  # all runs are to end at their last epoch
 SPEED_FLAGS = ("device", "resident", "threads", "workers")
 MACHINE_FLAGS = {*SPEED_FLAGS, "data_dir", "log_every", "track"}
@@ -56,8 +57,10 @@ class TargetScript:
             kept = parser.merged(held, own)  # without settings of another optimizer than own
             lost = [each for each in parser.settings() if held[each.dest].keys() - kept[each.dest]]
             arguments = [*options.recipe_arguments(recipe, parser, without=lost), *arguments]
+        own = options.own_form(parser.given(arguments), parser)
+        arguments += [word for name, value in own.items() for word in (f"--{name}", value)]
         given = parser.given(arguments)
-        for name in ("val_fraction", "test", *ENDS):
+        for name in (*HELD_OUT, *ENDS):
             if name in given:
                 raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out, also of a recipe")
         return cls(file, arguments, given)

@@ -417,7 +417,7 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
         "unreadable files (1, such as cat/pipe.png)",
     ):
         assert reason in splits["train"].notes[0]
-    read = "folders, .csv, .tsv, .jsonl"
+    read = "folders, .csv, .tsv, .jsonl, .parquet"
     assert splits["train"].notes[1] == f"{data}: train, test, val are {read}; not read: val.zip"
     assert splits["test"].notes == ()
     assert len(expand_files(cat, image_suffixes(), what="images")[0]) == 12

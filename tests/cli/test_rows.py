@@ -1,22 +1,33 @@
 """Which rows of the splits a run uses, and what it says of them."""
 
-from dataclasses import dataclass, replace
+import csv
+import re
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 import torch
 
+import ranks
 import resnet50_test
 import transformer_test
 from cli.data import choose_rows
-from conftest import parsed
+from conftest import SHORT, for_each, parsed, run, write_headlines, write_images
+from input_pipeline.csv_tables import ColumnChoice
+from input_pipeline.image_datasets import read_image_splits
+
+TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 --bs 8"
 
 
 @dataclass(frozen=True)
 class Split:
     labels: list[int]
     notes: tuple[str, ...] = ()
+    groups: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # which were chosen
 
     def select_rows(self, rows: torch.Tensor) -> "Split":
-        return replace(self, labels=[self.labels[row] for row in rows])
+        return replace(self, labels=[self.labels[row] for row in rows], rows=rows.tolist())
 
 
 def test_rows_that_the_run_has_trained_on_are_warned_of_where_others_are_held_out():
@@ -52,3 +63,142 @@ def test_an_image_is_the_same_in_every_epoch_only_where_nothing_changes_it():
     ):
         assert parsed(resnet50_test, same, more).repeats_samples == expected
     assert not parsed(resnet50_test, same, "--augment_args small_epochs=1").repeats_samples
+
+
+def held_out(flags: str, labels: list[int], groups: list[str]) -> list[int]:
+    """The rows that are held out of a training set; all others are trained on."""
+    splits = {"train": Split(labels, groups=groups), "test": Split([0, 1])}
+    chosen = choose_rows(parsed(transformer_test, "--dataset csv", flags), splits, ["a", "b"])
+    val, train = (chosen.splits[name].rows for name in ("val", "train"))
+    if "--subset" not in flags:
+        assert sorted([*val, *train]) == list(range(len(labels)))
+    assert not {groups[row] for row in val} & {groups[row] for row in train} if groups else True
+    return val
+
+
+def test_folds_part_the_rows_alike_for_every_seed_and_keep_groups_and_classes():
+    """Each class in proportion; of a subset, which is of a seed, the rows that a fold has."""
+    labels = [0, 1, 1, 1] * 15
+    for groups in ([], [f"patient {row // 3}" for row in range(60)]):
+        flags = "--group_column patient" if groups else ""
+        folds = [held_out(f"--fold {n}/5 {flags}", labels, groups) for n in range(1, 6)]
+        assert sorted(sum(folds, [])) == list(range(60))
+        for number, fold in enumerate(folds, 1):
+            counts = Counter(labels[row] for row in fold)
+            assert groups or counts == {0: 3, 1: 9}
+            assert 2 <= counts[0] <= 4
+            assert held_out(f"--fold {number}/5 {flags} --seed 7", labels, groups) == fold
+            part = held_out(f"--fold {number}/5 {flags} --subset 0.5 --seed 7", labels, groups)
+            assert 0 < len(part) < len(fold)
+            assert {*part} < {*range(60)}
+    splits = {"train": Split(labels), "test": Split([0, 1])}
+    whole = set(held_out("--fold 2/5", labels, []))
+    settings = parsed(transformer_test, "--dataset csv --fold 2/5 --subset 0.5 --seed 7")
+    chosen = choose_rows(settings, splits, ["a", "b"]).splits
+    assert {*chosen["val"].rows} < whole
+    assert not {*chosen["train"].rows} & whole
+
+
+def test_a_share_of_the_groups_is_held_out():
+    labels = [0, 1, 1, 1] * 15
+    for size in (1, 3, 7):
+        groups = [f"patient {row // size}" for row in range(60)]
+        draws = {
+            seed: held_out(f"--val_fraction 0.3 --group_column p --seed {seed}", labels, groups)
+            for seed in range(3)
+        }
+        assert all(abs(len(rows) - 18) <= 2 * size for rows in draws.values()), draws
+        assert len({tuple(rows) for rows in draws.values()}) > 1
+
+
+def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
+    """A column of a table, also of images and of several labels; of a folder the one below it."""
+    rows = write_headlines(tmp_path / "several")
+    with open(rows / "train.csv", newline="") as file:
+        lines = list(csv.reader(file))[:91]
+    for name, keep in (("several", 2), ("texts", 1)):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        with open(folder / "train.csv", "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["text", "label", "source"])
+            for number, (text, label) in enumerate(lines[1:]):
+                words = label if keep == 2 else ["a", "b"][number % 2]
+                table.writerow([text, words, f"s{number // 9}"])
+        (folder / "test.csv").unlink(missing_ok=True)
+    out = tmp_path / "run"
+    flags = f"{TEXTS} --group_column source --data_dir {tmp_path}"
+    console = run(
+        transformer_test, f"{flags}/several --label_separator | --fold 5/5 --out {out}-of-several"
+    )
+    assert re.search(r"rows without a label: \d+ of 72 in train, \d+ of 18 in val", console)
+    console = run(transformer_test, f"{flags}/texts --fold 2/5 --out {out}")
+    assert re.search(r"all 2 classes +72 +18", console)
+    first = ranks.metrics(out)[0]["val_loss"]
+    resumed = run(transformer_test, f"--resume {out} --epochs 2 --seed 5")
+    assert "warning" not in resumed, "the fold is the same with another seed"
+    lines = run(transformer_test, f"--checkpoint {out} --evaluate").splitlines()
+    assert "also chose the best epoch" in lines[-4]
+    assert first != ranks.metrics(out)[1]["val_loss"]
+    newer = tmp_path / "newer"  # of fewer rows than folds, and without the column
+    newer.mkdir()
+    (newer / "test.csv").write_text("text,label\nmine,a\nyours,b\n")
+    console = run(transformer_test, f"--checkpoint {out} --evaluate --data_dir {newer}")
+    assert console.count("of 1\n") == 2
+    images = write_images(tmp_path / "images", ["x/p", "x/q", "y/p", "y/q"], rows=3, size=8)
+    shutil.rmtree(images / "test")
+    groups = ColumnChoice(group="folder")
+    splits, _ = read_image_splits("folder", str(images), enough=["train"], choice=groups)
+    assert splits["train"].groups == ["p"] * 3 + ["q"] * 3 + ["p"] * 3 + ["q"] * 3
+    base = f"--dataset folder --arch resnet8 --image_size 8 --workers 1 {SHORT} --bs 4"
+    flags = f"--group_column folder --data_dir {images} --val_fraction 0.5 --out {tmp_path}/run2"
+    assert re.search(r"all 2 classes +6 +6", run(resnet50_test, base, flags))
+
+
+def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
+    rows = "".join(f"{row},word {row},{'xyz'[row % 3]},{row % 3}\n" for row in range(60))
+    for name, parts in (("mine", ["train", "test"]), ("val", ["train", "val"])):
+        (tmp_path / name).mkdir()
+        for part in parts:
+            (tmp_path / name / f"{part}.csv").write_text(f"id,text,label,site\n{rows},a,x,\n")
+    images = write_images(tmp_path / "images", ["x", "y"], rows=3, size=8)
+    deeper = write_images(tmp_path / "deeper", ["x/p", "y/p"], rows=3, size=8)
+    run(transformer_test, TEXTS, f"--data_dir {tmp_path}/val --out {tmp_path}/run")
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    for part in ("train", "test"):
+        (clean / f"{part}.csv").write_text(f"id,text,label,site\n{rows}")
+    run(transformer_test, TEXTS, f"--data_dir {clean} --fold 1/3 --out {tmp_path}/folded")
+    mine = f"--data_dir {tmp_path}/mine"
+    cases = [
+        (f"{mine} --fold 2", "--fold: must be as 2/5"),
+        (f"{mine} --fold 6/5", "--fold: must be as 2/5"),
+        (
+            f"{mine} --fold 2/5 --val_fraction 0.1",
+            "--fold 2/5 is not supported with --val_fr",
+        ),
+        (f"{mine} --fold 2/30", "--fold 2/30: there are 20 rows of the smallest class; give fewer"),
+        (
+            f"--data_dir {tmp_path}/val --fold 2/5",
+            "--fold 2/5: the data has a validation set",
+        ),
+        (f"{mine} --fold 2/5 --group_column place", "no column place (columns: id, text, label, s"),
+        (f"{mine} --fold 2/5 --group_column site", "row 62: the group (column 4 (site)) is empty"),
+        (
+            f"--data_dir {clean} --fold 2/5 --group_column site",
+            "2/5: there are 3 groups; give",
+        ),
+        (
+            f"--data_dir {clean} --fold 2/3 --group_column site",
+            "leaves no training rows of 1 of",
+        ),
+        (f"--data_dir {clean} --val_fraction 0.01 --group_column site", "0.01 of 3 groups is none"),
+        (f"--resume {tmp_path}/folded --fold 2/3", "--fold 2/3: the run was trained with 1/3"),
+        (f"--resume {tmp_path}/run --fold 2/3", "--fold 2/3: the run was trained with none"),
+        (f"--resume {tmp_path}/folded --group_column id", "--group_column id: the run was trained"),
+    ]
+    for_each(cases, lambda flags, message: refused("texts", flags, message, TEXTS))
+    base = f"--dataset folder --arch resnet8 {SHORT} --fold 1/3 --group_column"
+    refused("images", f"site --data_dir {deeper}", "their class, not by site", base)
+    refused("images", f"folder --data_dir {images}", "x/00.png lies in none", base)
+    refused("texts", "--group_column text --fold 1/3", "the rows of that data belong to nothing")

@@ -32,6 +32,7 @@ from cli import options
 from conftest import each_of, for_each
 from distributed.worker import SWEEP
 from figures.verdict import paired_difference
+from training import run_folder
 from tuning import compare, race, results, search, space, sweep, trials
 from tuning.config import SweepConfig
 from tuning.target_script import TargetScript
@@ -366,6 +367,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
     for name, epochs in (("a", 1), ("b", 2)):
         (here / f"{name}.yaml").write_text(f"epochs: {epochs}\n")
     (here / "held.yaml").write_text("val_fraction: 0.1\n")
+    (here / "val.csv").touch()
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
@@ -382,6 +384,9 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--optimizers sgd adamw --minute 1", "did you mean --minutes?"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
         ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
+        ("--optimizers sgd adamw --folds 5 --seeds 3", "--folds and --seeds"),
+        ("--optimizers sgd adamw --dataset folder --data_dir . --folds 5", "has a validation set"),
+        ("--optimizers sgd adamw --fold 1/5", "--fold: the search sets this flag"),
     ]
 
     def check(words: str, message: str) -> None:
@@ -437,3 +442,23 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert first_row["test_accuracy"] is None, "the test set is looked at once"
     code, out, error = run("--seeds", "3")
     assert (code, out, "another --seeds" in error) == (2, "", True)
+
+
+@pytest.mark.process
+def test_a_race_in_folds_compares_runs_of_the_same_fold(run_sweep, tmp_path, monkeypatch):
+    """Which leave the test set alone."""
+    monkeypatch.setattr(race, "make_plan", lambda config: race.Plan(3, 1))
+    words = ["resnet50_test.py", "--vary", "label_noise=0,0.9", *DIGITS, "--epochs", "1"]
+    words += ["--optimizer", "sgd", "--folds", "3", "--jobs", "2"]
+    code, out, error = run_sweep(None, *words, main=compare.main)
+    assert code == 0, error
+    found = set()
+    for folder in (tmp_path / "sweep" / "in_full" / "trials").iterdir():
+        flags = run_folder.read_config(folder)["flags"]
+        found.add((flags["label_noise"], flags["seed"], flags["fold"]))
+        assert "test_accuracy" not in ranks.metrics(folder)[-1]
+    assert found == {(noise, n, f"{n + 1}/3") for noise in (0, 0.9) for n in range(3)}
+    assert "| accuracy on folds |" in out
+    assert "Student's t for 3 folds" in out
+    code, _, error = run_sweep(None, *words, "--folds", "4", main=compare.main)
+    assert (code, "another --folds" in error) == (2, True)
