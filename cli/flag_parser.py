@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from errors import InputError, did_you_mean
+from models.own_parts import is_own
 
 # -------------------------------------------------------------------- values
 
@@ -78,13 +79,23 @@ class Choice:
 
     Args:
         former: present name by former one, which can be chosen as well.
+        or_own: whether MODULE:NAME, a part of the user's own, can be chosen as well.
     """
 
-    def __init__(self, names: Iterable[str], former: Mapping[str, str] | None = None) -> None:
-        self.names, self.former = list(names), former or {}
+    def __init__(
+        self,
+        names: Iterable[str],
+        former: Mapping[str, str] | None = None,
+        *,
+        or_own: bool = False,
+    ) -> None:
+        self.names, self.former, self.or_own = list(names), former or {}, or_own
+
+    def __contains__(self, text: str) -> bool:
+        return text in self.names or (self.or_own and is_own(text))
 
     def __call__(self, text: str) -> str:
-        if text not in self.names and text not in self.former:
+        if text not in self and text not in self.former:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
@@ -528,6 +539,8 @@ class ScriptParser(FlagParser, Generic[T]):
         """
         for flag in self.settings():
             chosen = flags[flag.owner] if flag.owner else ""
+            if is_own(chosen):  # which checks them itself
+                continue
             settings, given = flag.parts.get(chosen, {}), flags[flag.dest]
             for key, value in given.items():
                 problem = f"{flag.name} {key}={value}"

@@ -3,6 +3,7 @@
 OPTIMIZERS["ngd"].make(groups, lr=0.08, momentum=0.6, nesterov=True, betas=(0.9, 0.999))
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from errors import InputError
+from models import own_parts
 from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
@@ -59,6 +62,23 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
     "lamb": _LAMB(LAMB, ADAM),
     "slamb": _LAMB(SLAMB, ADAM + COMPRESSION, own=("beta3",)),
 }
+
+
+def optimizer_choice(name: str) -> OptimizerChoice:
+    """A value of --optimizer; MODULE:NAME is a class or function of the user's own."""
+    if not own_parts.is_own(name):
+        return OPTIMIZERS[name]
+
+    def make(groups: list[dict[str, Any]], *, lr: float, **settings: Any) -> Any:
+        optimizer = own_parts.call(name, groups, settings={"lr": lr, **settings})
+        if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
+            raise InputError(f"{name}: makes no torch.optim.Optimizer with a default lr")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise InputError(f"{name}: its step needs a closure, which this loop does not have")
+        return optimizer
+
+    return OptimizerChoice(make, weight_decay=0.0)
 
 
 def users(flag: str) -> dict[str, Sequence[str]]:

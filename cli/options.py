@@ -18,13 +18,14 @@ from typing import Any
 from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Choice, Flag, Scope, ScriptParser, setting, switch
-from cli.optimizers import OPTIMIZERS
+from cli.optimizers import optimizer_choice
 from cli.settings import S, Settings
 from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import own_data
+from models import own_parts
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
@@ -79,6 +80,8 @@ def parse(
     for flag in parser.flags.values():
         flags[flag.dest] = present_name(flag, flags[flag.dest])
     parser.complete(flags)
+    if flags["lr"] is None:
+        raise InputError(f"--optimizer {flags['optimizer']}: has no default rate; give --lr")
     if path is not None and flags["out"] is None:
         flags["out"] = str(path if path.is_dir() else path.parent)
     settings = parser.kind(**flags)
@@ -111,7 +114,7 @@ def present_name(flag: Flag, value: Any) -> Any:
         InputError: there is no such value any more.
     """
     choice = flag.type
-    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice.names:
+    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice:
         return value
     if (now := choice.former.get(value)) is None:
         there_is = ", ".join(choice.names)
@@ -136,9 +139,10 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[st
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
     for flag in parser.settings():  # without those that there are no more
-        known = {name for part in flag.parts.values() for name in part}
-        given = restored.get(flag.dest, {})
-        restored[flag.dest] = {name: value for name, value in given.items() if name in known}
+        given, owner = restored.get(flag.dest, {}), flags.get(flag.owner)
+        known = {name for part in flag.parts.values() for name in part if not is_hf(owner)}
+        if not own_parts.is_own(owner):
+            restored[flag.dest] = {name: value for name, value in given.items() if name in known}
     usual = computed_defaults({**parser.defaults(), **flags}, parser)  # it may lack new flags
     return restored | {
         name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]
@@ -173,10 +177,10 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
         chosen: the flags of the run, of which these may be None.
     """
     name = chosen["optimizer"]
-    optimizer, lr = OPTIMIZERS[name], parser.learning_rates[name]
+    optimizer, lr = optimizer_choice(name), parser.learning_rates.get(name)
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
-    if begins_with_weights(chosen):
+    if begins_with_weights(chosen) and lr is not None:
         lr = parser.kind.pretrained_lr.get(name, lr / 10) * (LORA_RATE if chosen["lora"] else 1)
     return {
         "lr": lr,
@@ -191,7 +195,12 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 
 def begins_with_weights(flags: Mapping[str, Any]) -> bool:
     """Whether a network that was trained before is trained on."""
-    return flags["weights"] is not None or str(flags["arch"]).startswith(HF)
+    return flags["weights"] is not None or is_hf(flags["arch"])
+
+
+def is_hf(arch: object) -> bool:
+    """Whether a network is an encoder of Hugging Face."""
+    return str(arch).startswith(HF)
 
 
 def uses_trained_model(flags: Mapping[str, Any]) -> bool:
@@ -375,6 +384,10 @@ def validate(settings: Settings, script: str, resumed: bool) -> None:
             f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
             "or a .pt file (or --resume PATH)"
         )
+    for name in ("arch", "optimizer"):
+        if own_parts.is_own(value := getattr(settings, name)) and (name == "arch" or not used):
+            with refused_as(f"--{name} {value}"):
+                own_parts.find(value)
     if settings.predict_out and not settings.predict:
         raise InputError("--predict_out needs something to classify: add --predict PATH")
     if settings.export and (reason := torch_compat.unavailable_reason("export")):

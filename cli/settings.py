@@ -74,6 +74,12 @@ def weights_of_classes(text: str) -> str | dict[str, float] | None:
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
 
 
+def interval(text: str) -> float:
+    """An argparse type: a number of epochs, or a share of one."""
+    value: float = fraction(text) if "." in text else count(text)
+    return value
+
+
 def share_of_noise(text: str) -> float | str:
     """An argparse type: a share below 1, alone or as in 0.4:cat=dog,deer=horse."""
     share, colon, pairs = text.partition(":")
@@ -215,11 +221,11 @@ class OptimizerSettings:
 
     title = "optimizer"
 
-    optimizer: str = flag(Choice(OPTIMIZERS), "ngd", "optimizer; --ngd stands for --optimizer ngd",
-        common=True)
+    optimizer: str = flag(Choice(OPTIMIZERS, or_own=True), "ngd", "optimizer; --ngd stands for "
+        "--optimizer ngd; MODULE:CLASS is your own, with --lr", common=True)
     lr: float = flag(positive, None, "learning rate", metavar="RATE", common=True)
     weight_decay: float = flag(not_negative, None, "decay of weights, times the learning rate, but "
-        f"not of biases and norms (default {defaults_in_words('weight_decay')})",
+        f"not of biases and norms (default {defaults_in_words('weight_decay')}; 0 for your own)",
         metavar="F", common=True)
     layer_decay: float = flag(number(float, 1e-3, 1), 1.0, "factor of the learning rate from each "
         "layer to the one before it, for fine-tuning", metavar="F")
@@ -360,8 +366,8 @@ class RunSettings:
     checkpoint: str | None = flag(path_text, None, "trained model: best or last of --resume, --out "
         "or the newest run (last with --resume alone), a run folder or a .pt file", common=True,
         metavar="best|last|PATH", scope=Scope.START)
-    eval_every: int = flag(count, 1, "epochs between two evaluations; the last is always evaluated",
-        metavar="EPOCHS")
+    eval_every: float = flag(interval, 1, "epochs between two evaluations, or a share of one, such "
+        "as 0.25; the last is always evaluated", metavar="EPOCHS")
     save_every: int = flag(natural, 0, "steps between two saves; 0 saves after each epoch only",
         metavar="STEPS", scope=Scope.HOW)
     keep: int = flag(count, 2, "checkpoints to keep: last.pt, last-1.pt before it and so on",
