@@ -3,7 +3,6 @@
 OPTIMIZERS["ngd"].make(groups, lr=0.08, momentum=0.6, nesterov=True, betas=(0.9, 0.999))
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -73,9 +72,6 @@ def optimizer_choice(name: str) -> OptimizerChoice:
         optimizer = own_parts.call(name, groups, settings={"lr": lr, **settings})
         if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
             raise InputError(f"{name}: makes no torch.optim.Optimizer with a default lr")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise InputError(f"{name}: its step needs a closure, which this loop does not have")
         return optimizer
 
     return OptimizerChoice(make, weight_decay=0.0)

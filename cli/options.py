@@ -80,8 +80,6 @@ def parse(
     for flag in parser.flags.values():
         flags[flag.dest] = present_name(flag, flags[flag.dest])
     parser.complete(flags)
-    if flags["lr"] is None:
-        raise InputError(f"--optimizer {flags['optimizer']}: has no default rate; give --lr")
     if path is not None and flags["out"] is None:
         flags["out"] = str(path if path.is_dir() else path.parent)
     settings = parser.kind(**flags)
@@ -175,12 +173,16 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 
     Args:
         chosen: the flags of the run, of which these may be None.
+    Raises:
+        InputError: there is no rate.
     """
     name = chosen["optimizer"]
-    optimizer, lr = optimizer_choice(name), parser.learning_rates.get(name)
+    optimizer, lr = optimizer_choice(name), parser.learning_rates.get(name, chosen["lr"])
+    if lr is None:
+        raise InputError(f"--optimizer {name}: has no default rate; give --lr")
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
-    if begins_with_weights(chosen) and lr is not None:
+    if begins_with_weights(chosen):
         lr = parser.kind.pretrained_lr.get(name, lr / 10) * (LORA_RATE if chosen["lora"] else 1)
     return {
         "lr": lr,
