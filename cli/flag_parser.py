@@ -79,20 +79,13 @@ class Choice:
 
     Args:
         former: present name by former one, which can be chosen as well.
-        or_own: whether MODULE:NAME, a part of the user's own, can be chosen as well.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        former: Mapping[str, str] | None = None,
-        *,
-        or_own: bool = False,
-    ) -> None:
-        self.names, self.former, self.or_own = list(names), former or {}, or_own
+    def __init__(self, names: Iterable[str], former: Mapping[str, str] | None = None) -> None:
+        self.names, self.former = list(names), former or {}
 
     def __contains__(self, text: str) -> bool:
-        return text in self.names or (self.or_own and is_own(text))
+        return text in self.names
 
     def __call__(self, text: str) -> str:
         if text not in self and text not in self.former:
@@ -100,6 +93,13 @@ class Choice:
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
         return text
+
+
+class ChoiceOrOwn(Choice):
+    """An argparse type: one of some names, or MODULE:NAME, a part of the user's own."""
+
+    def __contains__(self, text: str) -> bool:
+        return is_own(text) or super().__contains__(text)
 
 
 def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], str]:

@@ -23,6 +23,7 @@ from cli.flag_parser import (
     OFF,
     ON,
     Choice,
+    ChoiceOrOwn,
     Scope,
     ScriptParser,
     below_one,
@@ -221,7 +222,7 @@ class OptimizerSettings:
 
     title = "optimizer"
 
-    optimizer: str = flag(Choice(OPTIMIZERS, or_own=True), "ngd", "optimizer; --ngd stands for "
+    optimizer: str = flag(ChoiceOrOwn(OPTIMIZERS), "ngd", "optimizer; --ngd stands for "
         "--optimizer ngd; MODULE:CLASS is your own, with --lr", common=True)
     lr: float = flag(positive, None, "learning rate", metavar="RATE", common=True)
     weight_decay: float = flag(not_negative, None, "decay of weights, times the learning rate, but "
@@ -284,8 +285,8 @@ class SpeedSettings:
 
     title = "speed and devices"
 
-    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, or cuda:N, which all "
-        "processes share", common=True)
+    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, cuda:N, which all "
+        "processes share, or mps (Apple's GPU, not tested)", common=True)
     precision: str = flag(Choice(PRECISIONS), "auto", "precision; auto is bf16 where the "
         "device has it, else fp16 on GPUs and fp32 on CPUs", common=True)
     deterministic: bool = flag(switch, False, "kernels that give the same bits in every run on a "
