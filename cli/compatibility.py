@@ -8,6 +8,7 @@ from typing import Any
 
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import OFF, ON, Not, Values, conditions_in_words, holds
+from cli.optimizers import OPTIMIZERS
 from cli.settings import WIRE_BITS
 from errors import InputError
 from input_pipeline import own_data
@@ -17,6 +18,7 @@ GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_OF_SHARDS = {"optimizer": Not(("sgd", "adamw", "ngd"))}
+IN_FLOAT64 = {"optimizer": [name for name in OPTIMIZERS if name not in ("sgd", "adamw")]}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 NOT_RECORDED_MIXING = {"mixup": ("cutmix",)}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
@@ -77,6 +79,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "it needs one label a row; leave it out, or use --class_weights balanced or --mixup mixup"),
     ([{"best_by": ("map", "micro_f1")}], [{"label_separator": OFF}],
      "it is measured where rows may have several labels; use --best_by accuracy or macro_f1"),
+    # ---- Apple's GPUs
+    ([{"device": ("mps",)}], [{"processes": ON}], "it is for one process; use --device cpu"),
+    ([{"device": ("mps",)}], [IN_FLOAT64, {"mixup": ON}, {"arch": ("vgg8",)}],
+     "it has no float64; use --optimizer sgd or adamw, and no mixing, or --device cpu"),
     # ---- precision and layers
     ([APEX], NOISE, "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],

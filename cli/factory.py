@@ -2,7 +2,7 @@
 
 check_processes(settings, parser, world, checkpoint)             # all were started alike
 run = create_run(settings, "resnet50_test", world, checkpoint)
-optimizer = create_optimizer(settings, run, model, OPTIMIZERS)
+optimizer = create_optimizer(settings, run, model)
 loss = create_loss(settings, run, data)
 batches = create_batch_sampler(settings, run, data)
 trainer = create_trainer(settings, run, data, model=model, ...)
@@ -27,7 +27,7 @@ from backends.precision import choose_precision
 from cli import compatibility
 from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
-from cli.optimizers import OPTIMIZERS
+from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
 from cli.settings import WIRE_BITS, S, Settings
 from distributed import comm_hooks, fsdp
@@ -39,7 +39,7 @@ from dynamic_batch import WorkerBalancer
 from errors import InputError, refused_as
 from input_pipeline.label_noise import class_number
 from mixup import MetaMixup
-from models import activation_checkpointing, fusion
+from models import activation_checkpointing, fusion, own_parts
 from models.averaged_views import AveragedViews
 from models.residual import residual_blocks
 from training import classifier, evaluation, predictions, run_log
@@ -205,7 +205,7 @@ def create_optimizer(settings: Settings, run: Run, model: nn.Module) -> torch.op
     name = settings.optimizer
     if name == "muon" and (reason := torch_compat.unavailable_reason("muon")):
         raise InputError(f"--optimizer muon {reason}; ours is --optimizer ngd")
-    choice = OPTIMIZERS[name]
+    choice = optimizer_choice(name)
     groups = choice.groups(model, settings.weight_decay)
     own = {flag: getattr(settings, flag) for flag in choice.flags}
     if name == "slamb":
@@ -215,7 +215,7 @@ def create_optimizer(settings: Settings, run: Run, model: nn.Module) -> torch.op
     ratio = global_batch_size(settings, run.world) / settings.base_bs
     # 'linear' is of Goyal et al. (arXiv:1706.02677), 'sqrt' of Krizhevsky (arXiv:1404.5997)
     lr = settings.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[settings.lr_scaling]
-    with refused_as("--opt_args"):
+    with refused_as(f"--optimizer {name}" if own_parts.is_own(name) else "--opt_args"):
         return choice.make(groups, lr=lr, **own, **settings.opt_args)
 
 

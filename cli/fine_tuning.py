@@ -178,9 +178,9 @@ def probe(
             head.weight.copy_(weight)
             if head.bias is not None:
                 head.bias.copy_(bias)
-            logits, labels = evaluated.features.double() @ weight.T + bias, evaluated.labels
+            logits, labels = evaluated.features.to(weight.dtype) @ weight.T + bias, evaluated.labels
         if world.is_main:
-            accuracy = is_right(logits, labels).double().mean().item()
+            accuracy = is_right(logits, labels).cpu().double().mean().item()
             print(
                 f"linear probe: {100 * accuracy:.2f} % on the {EVAL_SET_NAMES[name]} set by "
                 "logistic regression on what the network computes; the classifier begins so",

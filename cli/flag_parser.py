@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from errors import InputError, did_you_mean
+from models.own_parts import is_own
 
 # -------------------------------------------------------------------- values
 
@@ -78,18 +79,22 @@ class Choice:
 
     Args:
         former: present name by former one, which can be chosen as well.
-        prefix: of any other names that can be.
+        also: whether another name can be chosen.
     """
 
     def __init__(
-        self, names: Iterable[str], former: Mapping[str, str] | None = None, prefix: str = ""
+        self,
+        names: Iterable[str],
+        former: Mapping[str, str] | None = None,
+        also: Callable[[str], bool] = lambda text: False,
     ) -> None:
-        self.names, self.former, self.prefix = list(names), former or {}, prefix
+        self.names, self.former, self.also = list(names), former or {}, also
+
+    def __contains__(self, text: str) -> bool:
+        return text in self.names or self.also(text)
 
     def __call__(self, text: str) -> str:
-        if self.prefix and text.startswith(self.prefix) and text != self.prefix:
-            return text
-        if text not in self.names and text not in self.former:
+        if text not in self and text not in self.former:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
@@ -531,6 +536,8 @@ class ScriptParser(FlagParser, Generic[T]):
         """
         for flag in self.settings():
             chosen = flags[flag.owner] if flag.owner else ""
+            if is_own(chosen):  # which checks them itself
+                continue
             settings, given = flag.parts.get(chosen, {}), flags[flag.dest]
             for key, value in given.items():
                 problem = f"{flag.name} {key}={value}"

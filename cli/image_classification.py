@@ -58,11 +58,13 @@ class ImageSettings(Settings):
     }
     pretrained_lr = {"ngd": 1.5e-3, "muon": 1.5e-3, "adamw": 3e-4, "sgd": 1e-3}
     frozen = {"augment": "none"}
-    model_flags = ("arch",)
+    model_flags = ("arch", "model_args")
 
     # fmt: off
     arch: str = flag(str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
-        "classifier of torchvision, or timm:NAME", metavar="NAME", common=True)
+        "classifier of torchvision, timm:NAME, or MODULE:FUNCTION, which makes your own",
+        metavar="NAME", common=True)
+    model_args: dict[str, Any] = flag(setting, {}, "settings of your own network", owner="arch")
     image_size: int = flag(number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images "
         "are scaled; 0 is the data set's own size, for folder that of --weights, else 32",
         metavar="PIXELS", common=True)

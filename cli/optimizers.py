@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from errors import InputError
+from models import own_parts
 from ngd import NGD
 from optimizers.kaldi_ngd import KaldiNGD
 from optimizers.lars import LARS
@@ -59,6 +61,20 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
     "lamb": _LAMB(LAMB, ADAM),
     "slamb": _LAMB(SLAMB, ADAM + COMPRESSION, own=("beta3",)),
 }
+
+
+def optimizer_choice(name: str) -> OptimizerChoice:
+    """A value of --optimizer; MODULE:NAME is a class or function of the user's own."""
+    if not own_parts.is_own(name):
+        return OPTIMIZERS[name]
+
+    def make(groups: list[dict[str, Any]], *, lr: float, **settings: Any) -> Any:
+        optimizer = own_parts.call(name, groups, settings={"lr": lr, **settings})
+        if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
+            raise InputError(f"{name}: makes no torch.optim.Optimizer with a default lr")
+        return optimizer
+
+    return OptimizerChoice(make, weight_decay=0.0)
 
 
 def users(flag: str) -> dict[str, Sequence[str]]:

@@ -18,13 +18,14 @@ from typing import Any
 from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Choice, Flag, Scope, ScriptParser, setting, switch
-from cli.optimizers import OPTIMIZERS
+from cli.optimizers import optimizer_choice
 from cli.settings import S, Settings
 from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import hugging_face_data, own_data
+from models import own_parts
 from models.hugging_face import HF
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
@@ -136,7 +137,7 @@ def present_name(flag: Flag, value: Any) -> Any:
         InputError: there is no such value any more.
     """
     choice = flag.type
-    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice.names:
+    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice:
         return value
     if (now := choice.former.get(value)) is None:
         there_is = ", ".join(choice.names)
@@ -161,9 +162,10 @@ def restored_flags(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[st
         scopes.append(Scope.PLACE)
     restored = {name: flags[name] for name in parser.of_scope(*scopes) if name in flags}
     for flag in parser.settings():  # without those that there are no more
-        known = {name for part in flag.parts.values() for name in part}
-        given = restored.get(flag.dest, {})
-        restored[flag.dest] = {name: value for name, value in given.items() if name in known}
+        given, owner = restored.get(flag.dest, {}), flags.get(flag.owner)
+        known = {name for part in flag.parts.values() for name in part if not is_hf(owner)}
+        if not own_parts.is_own(owner):
+            restored[flag.dest] = {name: value for name, value in given.items() if name in known}
     usual = computed_defaults({**parser.defaults(), **flags}, parser)  # it may lack new flags
     return restored | {
         name: None for name in ("warmup", "nesterov") if restored.get(name) == usual[name]
@@ -196,9 +198,13 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 
     Args:
         chosen: the flags of the run, of which these may be None.
+    Raises:
+        InputError: there is no rate.
     """
     name = chosen["optimizer"]
-    optimizer, lr = OPTIMIZERS[name], parser.learning_rates[name]
+    optimizer, lr = optimizer_choice(name), parser.learning_rates.get(name, chosen["lr"])
+    if lr is None:
+        raise InputError(f"--optimizer {name}: has no default rate; give --lr")
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
     warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
     if begins_with_weights(chosen):
@@ -216,7 +222,12 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 
 def begins_with_weights(flags: Mapping[str, Any]) -> bool:
     """Whether a network that was trained before is trained on."""
-    return flags["weights"] is not None or str(flags["arch"]).startswith(HF)
+    return flags["weights"] is not None or is_hf(flags["arch"])
+
+
+def is_hf(arch: object) -> bool:
+    """Whether a network is an encoder of Hugging Face."""
+    return str(arch).startswith(HF)
 
 
 def uses_trained_model(flags: Mapping[str, Any]) -> bool:
@@ -400,6 +411,10 @@ def validate(settings: Settings, script: str, resumed: bool) -> None:
             f"--{used[0]} needs a trained model: add --checkpoint with best, last, a run folder "
             "or a .pt file (or --resume PATH)"
         )
+    for name in ("arch", "optimizer"):
+        if own_parts.is_own(value := getattr(settings, name)) and (name == "arch" or not used):
+            with refused_as(f"--{name} {value}"):
+                own_parts.find(value)
     if settings.predict_out and not settings.predict:
         raise InputError("--predict_out needs something to classify: add --predict PATH")
     if settings.export and (reason := torch_compat.unavailable_reason("export")):

@@ -49,6 +49,7 @@ from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from mixup import FORMER_KINDS, mixup
 from models.hugging_face import HF
+from models.own_parts import is_own
 from optimizers import schedules
 from optimizers.schedules import Schedule
 from training import predictions
@@ -75,6 +76,11 @@ def weights_of_classes(text: str) -> str | dict[str, float] | None:
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether this is hf:NAME or hf:FOLDER."""
+    return text.startswith(HF) and text != HF
+
+
 def kth_fold(text: str) -> str:
     """An argparse type: K/N, the number of a fold from 1 on and how many there are."""
     number, slash, folds = text.partition("/")
@@ -82,6 +88,12 @@ def kth_fold(text: str) -> str:
     if not is_one or not 1 <= int(number) <= int(folds) or int(folds) < 2:
         raise ArgumentTypeError(f"must be as 2/5, from 1/5 to 5/5, got {text}")
     return f"{int(number)}/{int(folds)}"
+
+
+def interval(text: str) -> float:
+    """An argparse type: a number of epochs, or a share of one."""
+    value: float = fraction(text) if "." in text else count(text)
+    return value
 
 
 def share_of_noise(text: str) -> float | str:
@@ -231,11 +243,11 @@ class OptimizerSettings:
 
     title = "optimizer"
 
-    optimizer: str = flag(Choice(OPTIMIZERS), "ngd", "optimizer; --ngd stands for --optimizer ngd",
-        common=True)
+    optimizer: str = flag(Choice(OPTIMIZERS, also=is_own), "ngd", "optimizer; --ngd stands for "
+        "--optimizer ngd; MODULE:CLASS is your own, with --lr", common=True)
     lr: float = flag(positive, None, "learning rate", metavar="RATE", common=True)
     weight_decay: float = flag(not_negative, None, "decay of weights, times the learning rate, but "
-        f"not of biases and norms (default {defaults_in_words('weight_decay')})",
+        f"not of biases and norms (default {defaults_in_words('weight_decay')}; 0 for your own)",
         metavar="F", common=True)
     momentum: float = flag(below_one, None, "decay of the momentum (default "
         f"{defaults_in_words('momentum')})", metavar="F", only_with=[users("momentum")])
@@ -292,8 +304,8 @@ class SpeedSettings:
 
     title = "speed and devices"
 
-    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, or cuda:N, which all "
-        "processes share", common=True)
+    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, cuda:N, which all "
+        "processes share, or mps (Apple's GPU, not tested)", common=True)
     precision: str = flag(Choice(PRECISIONS), "auto", "precision; auto is bf16 where the "
         "device has it, else fp16 on GPUs and fp32 on CPUs", common=True)
     deterministic: bool = flag(switch, False, "kernels that give the same bits in every run on a "
@@ -374,8 +386,8 @@ class RunSettings:
     checkpoint: str | None = flag(path_text, None, "trained model: best or last of --resume, --out "
         "or the newest run (last with --resume alone), a run folder or a .pt file", common=True,
         metavar="best|last|PATH", scope=Scope.START)
-    eval_every: int = flag(count, 1, "epochs between two evaluations; the last is always evaluated",
-        metavar="EPOCHS")
+    eval_every: float = flag(interval, 1, "epochs between two evaluations, or a share of one, such "
+        "as 0.25; the last is always evaluated", metavar="EPOCHS")
     save_every: int = flag(natural, 0, "steps between two saves; 0 saves after each epoch only",
         metavar="STEPS", scope=Scope.HOW)
     keep: int = flag(count, 2, "checkpoints to keep: last.pt, last-1.pt before it and so on",
@@ -472,7 +484,7 @@ def script_parser(
     """
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     changes: dict[str, dict[str, Any]] = {
-        "dataset": {"type": Choice(kind.datasets, prefix=HF), "default": kind.datasets[0]},
+        "dataset": {"type": Choice(kind.datasets, also=is_hub_name), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},

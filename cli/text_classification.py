@@ -1,5 +1,6 @@
 """What only the text script builds from flags: its own flags, data, model, predictions, export."""
 
+import inspect
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import PAD, TextDataset
-from models import pretrained
+from models import own_parts, pretrained
 from models.hugging_face import HF, Encoder
 from models.pretrained import SavedModel
 from models.transformer import Transformer
@@ -38,7 +39,7 @@ OF_CSV = [{"dataset": ("csv",)}]
 
 def architecture(text: str) -> str:
     """An argparse type: a value of --arch."""
-    if text == "transformer" or text.startswith(HF):
+    if text == "transformer" or text.startswith(HF) or own_parts.is_own(text):
         return text
     raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
@@ -50,8 +51,9 @@ class TransformerSettings:
     title = "Transformer"
 
     # fmt: off
-    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width",
-        parts={"": own(Transformer, "width", "depth", "heads", "mlp_width")}, only_with=[OURS])
+    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "
+        "of your own network", owner="arch",
+        parts={"transformer": own(Transformer, "width", "depth", "heads", "mlp_width")})
     dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
         "dropped", metavar="F", only_with=[OURS])
     token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
@@ -77,7 +79,8 @@ class TextSettings(Settings, TransformerSettings):
 
     # fmt: off
     arch: str = flag(architecture, "transformer", "network: transformer; or hf:NAME or "
-        "hf:FOLDER, an encoder of Hugging Face with its tokenizer", metavar="NAME", common=True)
+        "hf:FOLDER, an encoder of Hugging Face with its tokenizer; or MODULE:FUNCTION, which makes "
+        "your own", metavar="NAME", common=True)
     tokenizer: str = flag(Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[NEW])
     vocab_size: int = flag(number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -143,7 +146,8 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
     sets = once_a_node(run.world, lambda: {name: encode(part) for name, part in chosen.items()})
     sets = {name: data.to(run.world.device) for name, data in sets.items()}
     prior = None
-    if settings.prior == "naive_bayes" and not encoder:
+    is_ours = not encoder and not own_parts.is_own(settings.arch)
+    if settings.prior == "naive_bayes" and is_ours:
         size = tokenizer.get_vocab_size()
         prior = naive_bayes_scores(
             sets["train"], size, classes=len(classes), without=sets.get("held_out")
@@ -180,8 +184,15 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
     """
     card = TextCard.read({**metadata, "flags": vars(settings)})
     dropout = {"dropout": settings.dropout, "token_dropout": settings.token_dropout}
-    with refused_as(f"--arch {settings.arch}" if card.encoder else "--model_args"):
+    is_ours = not card.encoder and not own_parts.is_own(settings.arch)
+    with refused_as("--model_args" if is_ours else f"--arch {settings.arch}"):
         model = card.create_model(mix_at=settings.mix_at, **dropout)
+    mixes = "partner" in inspect.signature(model.forward).parameters
+    if settings.mixup != "none" and not mixes:
+        reason = "its forward takes no partner and weight, as that of Transformer does"
+        raise InputError(
+            f"--mixup {settings.mixup}: --arch {settings.arch} cannot mix, as {reason}"
+        )
     if isinstance(model, Encoder):
         texts = card.prepare(["a " * metadata["max_len"], "a"], torch.device("cpu"))
         with refused_as(f"--max_len {texts.shape[1]}"):

@@ -37,7 +37,7 @@ from training.epoch_report import (
     show_views,
     training_seconds,
 )
-from training.progress import device_hours, duration
+from training.progress import device_hours, duration, whole_epochs
 from training.run_segments import describe_all
 from training.scores import describe_scores
 
@@ -162,7 +162,7 @@ def show(row: Row, key: str, form: str, scale: float = 1.0) -> str:
 def environment_of(run: ReportedRun) -> dict[str, str]:
     """Return command, commit, versions, device, processes, times and bytes; '' is not known."""
     row, command = run.rows[-1], run.config.get("command")
-    sent = sum(each.get("wire_bytes", 0) for each in run.rows)
+    sent = sum(each.get("wire_bytes", 0) for each in whole_epochs(run.rows))
     if isinstance(command, list):
         command = shlex.join(map(str, command))
     recorded = {**run.flags, **run.config, "command": command}

@@ -52,7 +52,7 @@ def read_rows(folder: Path) -> list[Row]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or type(row.get("epoch")) is not int:
+        if not isinstance(row, dict) or type(row.get("epoch")) not in (int, float):
             raise InputError(
                 f"{path}, line {number}: is not a whole row of an epoch; the run may be writing "
                 "it, else go on with the run by --resume, or delete the line"
@@ -154,7 +154,7 @@ def finished(folder: Path) -> bool:
         early_stop = EarlyStop(
             chosen_by(flags, rows), flags.get("patience", 0), flags.get("stop_at", 0.0)
         )
-        ended_early = early_stop.reason(rows, since=num_judged_otherwise(config))
+        ended_early = early_stop.reason(rows, since=num_judged_otherwise(config, rows))
         return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
     except (InputError, IndexError, KeyError, ValueError):
         return False
@@ -217,7 +217,7 @@ def without_places(value: Any) -> Any:
 class Confusion:
     """How often each class was taken for each."""
 
-    epoch: int  # after which the rows were counted
+    epoch: float  # after which the rows were counted
     eval_set: str  # 'test' or 'validation'
     classes: list[str]  # names
     counts: np.ndarray  # (classes, classes) rows by their class and the predicted one
@@ -236,7 +236,7 @@ class ReportedRun:
 
     def best_row(self) -> Mapping[str, Any] | None:
         """The row of the first of the best epochs; None where none was evaluated."""
-        rivals = self.rows[num_judged_otherwise(self.config) :] or self.rows
+        rivals = self.rows[num_judged_otherwise(self.config, self.rows) :] or self.rows
         return best_row(rivals, chosen_by(self.flags, self.rows))
 
 
@@ -262,7 +262,7 @@ def read_run(folder: Path, name: str = "") -> ReportedRun:
     )
 
 
-def read_confusion(path: Path, epochs: set[int]) -> Confusion | None:
+def read_confusion(path: Path, epochs: set[float]) -> Confusion | None:
     """Return the confusion on the test set, or else on the validation set.
 
     It is None where the file is missing, or is of an epoch whose row is not there any more.
@@ -298,10 +298,11 @@ def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return f"{eval_set}_{metric if metric in METRIC_NAMES else 'accuracy'}"
 
 
-def num_judged_otherwise(config: Mapping[str, Any]) -> int:
-    """Return how many epochs another --best_by judged, before a resume."""
-    segments = config.get("segments", [])
-    return max((s["after_epochs"] for s in segments if "--best_by" in s["changed"]), default=0)
+def num_judged_otherwise(config: Mapping[str, Any], rows: Sequence[Row]) -> int:
+    """Return how many of the rows another --best_by judged, before a resume."""
+    changed = (each for each in config.get("segments", []) if "--best_by" in each["changed"])
+    before = max((each["after_steps"] for each in changed), default=0)
+    return sum(row["step"] <= before for row in rows) if before else 0
 
 
 def epochs_to(target: float, rows: Sequence[Row]) -> float:
@@ -309,7 +310,7 @@ def epochs_to(target: float, rows: Sequence[Row]) -> float:
 
     Between evaluations the accuracy, in percent, is taken to grow evenly, from 0 at the start.
     """
-    before, epochs_before = 0.0, 0
+    before, epochs_before = 0.0, 0.0
     for row in filter(is_evaluated, rows):
         reached = accuracy(row)
         if reached >= target:

@@ -198,7 +198,7 @@ def write_verdict(arms: Sequence[Contender], out: Path, limits: Sequence[str]) -
     """Write verdict.md, verdict.png and report.html, and return the text of the first."""
     first = arms[0].runs[0]
     names = ", ".join(arm.name for arm in arms)
-    title = f"{names}: {subject(first)}, {len(first.rows)} epochs"
+    title = f"{names}: {subject(first)}, {first.rows[-1]['epoch']} epochs"
     lines = [f"# {title}", "", *table(arms), "", f"**{sentence(arms)}**", ""]
     text = "\n".join([*lines, *(f"- {limit}" for limit in limits)])
     atomic_write_text(out / "verdict.md", f"{text}\n")

@@ -1,8 +1,8 @@
 """The protocol between a data set and the training loop.
 
 The loop asks for three things: the number of rows, the length of each row, and batches of given
-rows. `ImageDataset` and `TextDataset` of this package provide them, and so can any class of yours:
-docs/extending.md shows one.
+rows. `ImageDataset` and `TextDataset` of this package provide them, and so can any class of yours;
+`Features` of training/linear_probe.py is a short one.
 
 The data set does not decide which rows make a batch, or which rank computes them:
 `input_pipeline.sampler` and `training.batch_sampler` do, in the same way for every data set.

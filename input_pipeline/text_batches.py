@@ -21,7 +21,7 @@ from input_pipeline.text_datasets import TextSplit, clean_text
 from input_pipeline.tokenization import SPECIAL_TOKENS, AnyTokenizer
 
 PAD = SPECIAL_TOKENS.index("[PAD]")
-LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8}
+LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8, "mps": 8}
 """Batches are padded to a multiple of this length. A GPU's attention reads masks whose rows have a
 multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
 once for each length."""

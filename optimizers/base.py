@@ -1,6 +1,6 @@
 """Base classes of our optimizers, and the small operations on lists of tensors that they share.
 
-A subclass of GradScalerOptimizer implements `_apply_step`; see docs/extending.md.
+A subclass of GradScalerOptimizer implements `_apply_step`, as optimizers/lars.py does.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError, excerpt, first_line
-from models import hugging_face, image_models
+from models import hugging_face, image_models, own_parts
 from models.transformer import Transformer
 from training.export import LARGEST_BATCH
 
@@ -58,17 +58,24 @@ class ImageCard(Outputs):
     interpolation: str  # by which images are scaled
     mean: Sequence[float]  # of each channel, of pixels from 0 to 1
     std: Sequence[float]
+    model_args: Mapping[str, Any]  # settings of a network of the user's own
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> ImageCard:
         """Return the card of a checkpoint's metadata."""
         kept = ("classes", "size", "channels", "interpolation", "mean", "std")
         flags, own = metadata["flags"], {name: metadata[name] for name in kept}
-        return cls(arch=flags["arch"], label_separator=flags.get("label_separator"), **own)
+        own |= {"arch": flags["arch"], "model_args": flags.get("model_args", {})}
+        return cls(label_separator=flags.get("label_separator"), **own)
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
         sizes = {"channels": self.channels, "image_size": self.size}
+        if own_parts.is_own(self.arch):
+            sample = torch.zeros(2, self.channels, self.size, self.size)
+            return own_parts.create_model(
+                self.arch, len(self.classes), sample, settings=self.model_args, **sizes
+            )
         return image_models.create_model(self.arch, classes=len(self.classes), **sizes)
 
     def prepare(self, images: Sequence[Any], device: torch.device) -> Tensor:
@@ -110,7 +117,7 @@ class TextCard(Outputs):
     """A text model. Texts need tokenizers."""
 
     arch: str
-    model_args: Mapping[str, Any]  # sizes of the Transformer
+    model_args: Mapping[str, Any]  # sizes of the Transformer, settings of a network of one's own
     tokenizer: str  # in the library's own JSON
     max_len: int  # tokens of a text at most
     pad: int  # token behind shorter texts
@@ -143,6 +150,11 @@ class TextCard(Outputs):
         if self.encoder:
             with hugging_face.refused(self.arch):
                 return hugging_face.Encoder(**self.encoder, classes=classes, mix_at=mix_at)
+        if own_parts.is_own(self.arch):
+            sizes = {"vocab_size": self.loaded_tokenizer.get_vocab_size(), "max_len": self.max_len}
+            return own_parts.create_model(
+                self.arch, classes, self.example(), settings=self.model_args, **sizes, pad=self.pad
+            )
         return Transformer(
             self.loaded_tokenizer.get_vocab_size(),
             classes,

@@ -8,6 +8,7 @@ checkpoint = checkpointer.load_last()
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ class Checkpointer:
         self.metadata, self.keep, self.world = metadata, keep, parts.world
         self.unsaved: set[str] = set()
 
-    def save(self, *, previous_best: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        *,
+        previous_best: dict[str, Any] | None = None,
+        shown: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write last.pt, and before it best.pt if it is the best.
 
         Where that fails, as on a full disk, it is reported and the run goes on; `unsaved` then
@@ -55,6 +61,7 @@ class Checkpointer:
         Args:
             previous_best: the best epoch before, if this one is the best. It becomes that of the
                 progress again if best.pt cannot be written, so that a later epoch can be the best.
+            shown: entries that take the place of those of the parts, for inference.
         Raises:
             InputError: as of `renew_folder`.
         """
@@ -63,7 +70,7 @@ class Checkpointer:
             if not is_best:
                 self.renew_folder()
             state, progress = self.parts.state_dict(), self.progress.state_dict()
-            content = {**self.metadata, **state, "progress": progress}
+            content = {**self.metadata, **state, **(shown or {}), "progress": progress}
 
             def write() -> set[str]:
                 unsaved, folder = {"last", *(["best"] if is_best else [])}, self.log.folder

@@ -11,7 +11,7 @@ from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
 from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation, class_table
-from training.progress import Progress
+from training.progress import Progress, whole_epochs
 from training.run_log import RunLog
 from training.scores import Show, describe_scores, worst_rows
 from training.step_stats import StepTotals
@@ -54,6 +54,7 @@ def epoch_row(
     totals: StepTotals,
     world: World,
     *,
+    epoch: float,
     lr: float,
     batch_size: int,
     evaluated: Mapping[str, float | None],
@@ -61,6 +62,7 @@ def epoch_row(
     """One flat object for the epoch that is over, which is still counted as not done.
 
     Args:
+        epoch: its number, from 1 on; a fraction within an epoch.
         progress, world: of the run.
         totals: the epoch's sums over all ranks, without skipped steps; if all of them were skipped,
             loss and accuracy are not a number.
@@ -69,7 +71,7 @@ def epoch_row(
         evaluated: what `epoch_columns` returned.
     """
     row = {
-        "epoch": progress.epoch + 1,
+        "epoch": epoch,
         "step": progress.step,
         "samples": progress.samples,
         "seconds": round(progress.seconds, 4),
@@ -183,7 +185,8 @@ def report_result(
         print(f"last.pt: {over_views}")
     if best_epoch:
         chosen = how_chosen(rows, chosen_by=progress.best["chosen_by"])
-        print(f"best.pt: {show_result(rows[best_epoch - 1])} ({chosen})")
+        best = next(row for row in rows if row["epoch"] == best_epoch)
+        print(f"best.pt: {show_result(best)} ({chosen})")
     else:
         print("best.pt holds no epoch of this run, see above")
     for name, found in evaluated.items():
@@ -193,12 +196,13 @@ def report_result(
             print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
             print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
     if evaluated:
-        result = final_result(evaluated, classes, epoch=len(rows), shown=shown)
+        result = final_result(evaluated, classes, epoch=last["epoch"], shown=shown)
         log.result(result)
         words = describe_scores(result["scores"])
         print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
-    speed = progress.samples / max(sum(row["train_seconds"] for row in rows), 1e-9)
+    train_seconds = sum(row["train_seconds"] for row in whole_epochs(rows)) + progress.train_seconds
+    speed = progress.samples / max(train_seconds, 1e-9)
     print(
         f"{progress.seconds:.1f} s, {speed:.0f} samples/s, peak memory "
         f"{peak / 2**30:.2f} GiB, {progress.device_hours(world):.4f} "
@@ -253,7 +257,7 @@ def describe_checkpoint(path: Path, progress: Mapping[str, Any]) -> str:
 
 
 def describe_progress(progress: Mapping[str, Any]) -> str:
-    """Where a checkpoint was written, and the accuracies of the epoch before."""
-    reached = show_result(progress["rows"][-1] if progress["rows"] else {})
-    steps = progress["step_in_epoch"]
-    return f"{reached}, and {steps} steps of the next epoch" if steps else reached
+    """Where a checkpoint was written, and the accuracies of the evaluation before."""
+    row = progress["rows"][-1] if progress["rows"] else {}
+    steps = progress["step"] - row.get("step", 0)
+    return f"{show_result(row)}, and {steps} steps after it" if steps else show_result(row)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.device import widest_float
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import fsdp
@@ -124,7 +125,8 @@ def evaluate(
     if is_sharded:
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)  # loss, correct, top 5, samples
+    dtype = widest_float(world.device)
+    sums = torch.zeros(4, dtype=dtype, device=world.device)  # loss, correct, top 5, samples
     rows = batch_size  # that the model takes at a time
     counts = sums.new_zeros(3, count_classes)
     pairs = sums.new_zeros(count_classes**2 if count_classes <= MAX_CONFUSED_CLASSES else 0)
@@ -156,8 +158,8 @@ def evaluate(
                 kept[plan[number].to(world.device)] = torch.cat([logits, targets], 1)
             if is_multilabel:
                 continue
-            predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=torch.float64)
-            right = (predicted == labels).double()
+            predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=dtype)
+            right = (predicted == labels).to(dtype)
             sums[0] += F.cross_entropy(logits, labels, reduction="sum")
             sums[1] += right.sum()
             likely = logits.topk(min(TOP, logits.shape[1])).indices

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.device import widest_float
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed.agreement import raise_together
@@ -132,7 +133,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
         weight (classes, width) and bias (classes,) of a linear layer.
     """
     mean, scale = features.mean(0), features.std(0, correction=0).clamp(min=1e-6)
-    inputs = ((features - mean) / scale).double()
+    inputs = ((features - mean) / scale).to(widest_float(features.device))
     weight = inputs.new_zeros(classes, inputs.shape[1], requires_grad=True)
     bias = inputs.new_zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS(
@@ -143,7 +144,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
         optimizer.zero_grad()
         logits = F.linear(inputs, weight, bias)
         if labels.ndim > 1:
-            targets = labels.double()
+            targets = labels.to(inputs.dtype)
             value = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
             value = value / len(labels)
         else:
@@ -154,7 +155,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
 
     optimizer.step(loss)
     own = weight.detach() / scale
-    return own, bias.detach() - own @ mean.double()
+    return own, bias.detach() - own @ mean.to(own.dtype)
 
 
 def take_features(model: nn.Module, head: nn.Linear) -> None:

@@ -22,6 +22,11 @@ def best_row(rows: Sequence[Row], column: str) -> Row | None:
     return max(known, key=lambda row: sign * row[column], default=None)
 
 
+def whole_epochs(rows: Sequence[Row]) -> list[Row]:
+    """The rows of epochs, without those of evaluations within one."""
+    return [row for row in rows if isinstance(row["epoch"], int)]
+
+
 @dataclass(frozen=True)
 class EarlyStop:
     """What ends a run before its last epoch. It looks at the rows, which a checkpoint holds."""
@@ -40,7 +45,7 @@ class EarlyStop:
         if self.target and is_reached:
             return f"the {name} of {value:.4f} has reached the target, {self.target:g}"
         best = best_row(rows[since:], self.chosen_by)
-        best_epoch = best["epoch"] if best else since
+        best_epoch = best["epoch"] if best else rows[since - 1]["epoch"] if since else 0
         if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
             return f"the best {name} is that of epoch {best_epoch} (patience {self.patience})"
         return ""
@@ -81,16 +86,16 @@ class Progress:
     train_seconds: float = 0.0  # of this epoch's steps
     compile_seconds: float = 0.0  # of `seconds`, what was compiling
     eval_seconds: float = 0.0  # of `seconds`, what was evaluating
-    # The best epoch so far: its number, and the column of `rows` that chose it.
+    # The best epoch so far, a fraction if within one, and the column of `rows` that chose it.
     best: dict[str, Any] = field(default_factory=lambda: {"epoch": 0})
-    rows: list[dict[str, Any]] = field(default_factory=list)  # the epochs' rows in metrics.jsonl
+    rows: list[dict[str, Any]] = field(default_factory=list)  # those of metrics.jsonl
     since: int = 0  # how many of them are no rivals of `best`
     temperature: float = 1.0  # of the last evaluation's logits, fitted to validation rows
 
     @property
     def epoch_samples(self) -> int:
         """Samples of this epoch that are done."""
-        return self.samples - (self.rows[-1]["samples"] if self.rows else 0)
+        return self.samples - next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
 
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
@@ -105,8 +110,12 @@ class Progress:
         """Count the steps of this epoch in batches of another size."""
         self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
 
-    def end_epoch(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
-        """Count an epoch as done; returns the best epoch before, or None if this is not the best.
+    def end_epoch(self) -> None:
+        """Count an epoch as done."""
+        self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
+
+    def add_row(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
+        """Add a row; returns the best epoch before, or None if this is not the best.
 
         Args:
             chosen_by: column of the row that chooses the best epoch. A resumed run with another one
@@ -114,9 +123,8 @@ class Progress:
         """
         best = self.best
         is_comparable = best.get("chosen_by") == chosen_by
-        rivals = self.rows[best["epoch"] - 1 : best["epoch"]] if is_comparable else []
+        rivals = [each for each in self.rows if each["epoch"] == best["epoch"]] * is_comparable
         self.rows.append(row)
-        self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
         if best_row([*rivals, row], chosen_by) is not row:
             return None
         self.best = {"epoch": row["epoch"], "chosen_by": chosen_by}

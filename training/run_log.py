@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
 GAP = "  "  # between two columns
 COLUMNS = (
-    Column("epoch", "epoch", 5, "{:d}"),
+    Column("epoch", "epoch", 5),
     Column("train loss", "train_loss", 10, "{:.4f}"),
     Column("train %", "train_accuracy", 7, "{:.2%}"),
     Column("val %", "val_accuracy", 6, "{:.2%}"),
@@ -162,12 +162,13 @@ class RunLog:
         self.write_rows(rows)
         seconds, done = rows[-1]["seconds"], rows[-1]["epoch"]
         left = time_left(seconds, done=done, epochs=self.epochs)
-        self._show({**rows[-1], "left": left.replace("days", "d")})
+        shown = {"epoch": round(done, 2), "left": left.replace("days", "d")}
+        self._show({**rows[-1], **shown})
         if self.tracked is not None:
             self.tracked.send(rows[-1])
 
     def confusion(
-        self, epoch: int, evaluated: Mapping[str, Evaluation], classes: Sequence[str]
+        self, epoch: float, evaluated: Mapping[str, Evaluation], classes: Sequence[str]
     ) -> None:
         """Write confusion.json: how often each class was taken for each, after the last epoch."""
         counts = {

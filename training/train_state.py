@@ -65,6 +65,11 @@ class TrainState:
             "ranks": self.world.gather(self._rank_state(weights, moments)),
         }
 
+    def shown_state(self) -> dict[str, Any]:
+        """Return a copy of the weights that inference takes, complete on rank 0; collective."""
+        average = self.average.state_dict() if self.average is not None else None
+        return to_cpu({"model": self.parallel.whole_state()[0], "average": average})
+
     def _rank_state(self, weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
         diverge, timer, meta_learner = (
             self.parallel.replicas_diverge,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.execution import without_compilation
 from backends.precision import Precision
-from distributed.averaging import Traffic
+from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
 from errors import InputError, Interrupted, refused_as
@@ -57,7 +57,7 @@ from training.weight_average import WeightAverage
 
 DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
 LARGE_RISE = 2  # of the learning rate in a step, as where a run is made longer
-LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
+LOG_INTERVAL = {"cpu": 1, "cuda": 20, "mps": 20}  # steps between two reads of the sums
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainerConfig:
     max_grad_norm: float = 0.0  # gradients are clipped to this norm; 0 is no limit
     average_decay: float = 0.0  # of the average of the weights that is evaluated; 0 is none
     num_views: int = 1  # views of each image, over which the trained model's outputs are averaged
-    eval_every: int = 1  # epochs from one evaluation to the next; the last one has its own
+    eval_every: float = 1  # epochs from one evaluation to the next; the last one has its own
     save_every: int = 0  # steps between checkpoints within an epoch; 0 is none
     keep: int = 1  # how many checkpoints stay: last.pt and those before it
     measure_noise_scale: bool = False  # sum what the gradient noise scale is estimated from
@@ -179,7 +179,7 @@ class Trainer:
         """
         self.begin(checkpoint)
         before = len(self.progress.rows)
-        if before >= self.config.epochs:
+        if self.progress.epoch >= self.config.epochs:
             self.log.info("nothing is left to train; more epochs make a run longer")
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():
@@ -189,6 +189,8 @@ class Trainer:
                     recovery.roll_back(self.progress, self.restore_last, self.log)
                     self.checkpointer.save()
                     continue
+                if self.is_over():  # within the epoch
+                    break
                 with self.world.waiting_at_most(self.world.limits.start):
                     self.finish_epoch()
                 if stop and not self.is_over():
@@ -203,7 +205,7 @@ class Trainer:
         """Whether all epochs are done or the run ends early, also if `row` is that of one more."""
         rows = [*self.progress.rows, *([] if row is None else [row])]
         has_ended = self.early_stop.reason(rows, since=self.progress.since)
-        return len(rows) >= self.config.epochs or bool(has_ended)
+        return bool(rows and rows[-1]["epoch"] >= self.config.epochs or has_ended)
 
     def begin(self, checkpoint: Checkpoint | None) -> None:
         """Fit the first step into the memory, load the checkpoint, and write what a run has."""
@@ -280,6 +282,7 @@ class Trainer:
         title = f"epoch {progress.epoch + 1}/{self.config.epochs}"
         bar = progress_bar(title, total, is_main=self.world.is_main, done=done)
         data = self.train_set.batches([planned.rows for planned in plan], progress.epoch)
+        evaluations = self.evaluations_within_epoch()
         one_shape = self.train_set.lengths is None  # but for the last batches of an epoch
         self.clock.start()
         with bar, contextlib.closing(data):
@@ -298,6 +301,10 @@ class Trainer:
                 self.clock.add_elapsed()
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
                     self.log_progress(bar)
+                if progress.step_in_epoch in evaluations:
+                    self.evaluate_within_epoch()
+                    if self.is_over():
+                        break
                 if self.config.save_every and progress.step % self.config.save_every == 0:
                     skipped = int(self.sums.read().skipped)  # a GPU has done its steps
                     self.clock.add_elapsed()
@@ -500,6 +507,7 @@ class Trainer:
             progress,
             totals,
             self.world,
+            epoch=progress.epoch + 1,
             lr=self.last_lr(),
             batch_size=self.batches.size,
             evaluated=evaluated,
@@ -522,7 +530,8 @@ class Trainer:
             compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
-        previous_best = progress.end_epoch(row, self.early_stop.chosen_by)
+        previous_best = progress.add_row(row, self.early_stop.chosen_by)
+        progress.end_epoch()
         self.world.traffic = Traffic()
         self.sums.start_epoch()
         has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
@@ -532,6 +541,47 @@ class Trainer:
             progress.best = previous_best
         self.log.epoch(progress.rows)
 
+    def evaluations_within_epoch(self) -> set[int]:
+        """After which steps of this epoch, but for its last, there is an evaluation."""
+        steps, share = self.batches.steps(), self.config.eval_every
+        marks = (round(number * share * steps) for number in range(1, math.ceil(1 / share)))
+        return {min(max(mark, 1), steps) for mark in marks} - {steps}
+
+    def evaluate_within_epoch(self) -> None:
+        """Evaluate and write a row, with best.pt if it is the best; training is as without it."""
+        progress, world = self.progress, self.world
+        totals = self.sums.totals(world)  # a GPU has done its steps
+        self.clock.add_elapsed()
+        own = self.statistics() + self.parallel.parameters * self.parallel.replicas_diverge
+        kept = [each.detach().clone() for each in own]
+        with world.waiting_at_most(world.limits.start), torch.no_grad():
+            self.checkpointer.renew_folder()
+            with self.clock.evaluating():
+                average_tensors(own, RankAverager())
+                epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
+                evaluated = self.evaluate(epoch)
+            row = epoch_row(
+                progress,
+                totals,
+                world,
+                epoch=epoch,
+                lr=self.last_lr(),
+                batch_size=self.batches.size,
+                evaluated=evaluated,
+            )
+            previous_best = progress.add_row(row, self.early_stop.chosen_by)
+            if previous_best is not None and self.may_have_diverged(totals):
+                progress.best, previous_best = previous_best, None
+            is_saved = previous_best is not None or self.is_over()
+            shown = self.parts.shown_state() if is_saved else None
+            for each, value in zip(own, kept):
+                each.copy_(value)
+        self.model.train()
+        if is_saved:
+            self.checkpointer.save(previous_best=previous_best, shown=shown)
+        self.log.epoch(progress.rows)
+        self.clock.start()
+
     def evaluate_if_due(self) -> dict[str, float | None]:
         """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""
         number = self.progress.epoch + 1
@@ -539,11 +589,12 @@ class Trainer:
             self.parallel.sync_replicas(
                 self.statistics()
             )  # after each epoch, so that evaluating changes no training
-            if number % self.config.eval_every == 0 or number == self.config.epochs:
-                return self.evaluate()
+            every = max(1, self.config.eval_every)
+            if number % every == 0 or number == self.config.epochs:
+                return self.evaluate(number)
             return self.columns(dict.fromkeys(self.eval_sets))
 
-    def evaluate(self) -> dict[str, float | None]:
+    def evaluate(self, epoch: float) -> dict[str, float | None]:
         """The metrics on each evaluation set, after the ranks' weights have been made the same.
 
         They are those of the averaged weights where the run averages them. After the last epoch
@@ -551,7 +602,7 @@ class Trainer:
         gets how often each class was taken for each. A temperature is fitted to validation rows.
         """
         model = self.model if self.average is None else self.average.model
-        evaluated, epoch = self.evaluate_on_sets(model), self.progress.epoch + 1
+        evaluated = self.evaluate_on_sets(model)
         rows = evaluated["val"].rows if "val" in evaluated else None
         # as rank 0 computes it: ranks that round otherwise would choose another best epoch
         temperature = self.world.broadcast(fit_temperature(rows) if rows else 1.0)
@@ -635,7 +686,8 @@ class Trainer:
             self.progress.since = len(self.progress.rows)  # epochs which another column judged
         elif best_epoch := self.progress.best["epoch"]:
             # back at the column that chose the best epoch, before any epoch had ended
-            self.progress.since = min(self.progress.since, best_epoch - 1)
+            before = sum(row["epoch"] < best_epoch for row in self.progress.rows)
+            self.progress.since = min(self.progress.since, before)
         self.progress.rescale_epoch(checkpoint.state["batching"]["size"], self.batches.size)
 
     def restore_last(self) -> None:

@@ -170,7 +170,7 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch)
     assert "chosen by loss" in reported(console)["best"]
     assert read_run(here / "run").best_row()["epoch"] == 7, "also in a report"
     progress = Progress(best={"epoch": 1, "chosen_by": "a"}, rows=[{"epoch": 1, "a": 0.9}], since=1)
-    assert progress.end_epoch({"epoch": 2, "a": 0.1}, "a") is None, "after there and back"
+    assert progress.add_row({"epoch": 2, "a": 0.1}, "a") is None, "after there and back"
 
 
 def test_after_a_failed_save_the_best_is_the_best_that_is_on_the_disk(here, monkeypatch):

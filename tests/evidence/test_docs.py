@@ -1,7 +1,6 @@
 """README.md, CONTRIBUTING.md and docs/: size, links, flags, and the Python code that they show."""
 
 import functools
-import inspect
 import re
 import textwrap
 from pathlib import Path
@@ -15,9 +14,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli.foreign_names import FOREIGN
-from cli.optimizers import OptimizerChoice
 from figures import flags_page
-from input_pipeline.dataset import BatchedDataset
 from package.assemble import assemble
 from tuning.compare import compare_parser
 from tuning.sweep import sweep_parser
@@ -33,7 +30,7 @@ PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 TOOL_FLAGS = "--all --legacy --allow_dirty --list --logs --minutes --only --compile --quick --json"
 TOOL_FLAGS += " --report --source --sides --nodes --gpus-per-node"
 TOOL_FLAGS += " --logdir --batch-size --nnodes --rdzv_backend --rdzv_endpoint"  # torchrun's, ours
-TOOL_FLAGS += " --cpus-per-task --gpus --ipc"  # of sbatch and docker
+TOOL_FLAGS += " --cpus-per-task --gpus --ipc --entrypoint"  # of sbatch and docker
 
 
 @functools.cache
@@ -77,11 +74,10 @@ def test_every_page_and_picture_is_linked():
         assert f"figures/{picture.name})" in text, picture.name
 
 
-def run_python_blocks(page: Path) -> dict[str, Any]:
-    """Run the Python blocks of a page in order, in one namespace, which is returned.
+def run_python_blocks(page: Path) -> None:
+    """Run the Python blocks of a page in order, in one namespace.
 
-    The namespace begins with what a reader's own code provides: model, images, labels, loss. A
-    block that is a row of a table, such as `"lion": choice,`, becomes an entry of `rows`.
+    It begins with what a reader's own code provides: model, images, labels, loss.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
@@ -91,8 +87,6 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
         "images": images,
         "labels": labels,
         "loss": nn.functional.cross_entropy(model(images), labels),
-        "OptimizerChoice": OptimizerChoice,
-        "rows": [],
         "DataLoader": DataLoader,
         "dataset": TensorDataset(images.repeat(50, 1, 1, 1), labels.repeat(50)),
         "criterion": nn.CrossEntropyLoss(),
@@ -101,35 +95,14 @@ def run_python_blocks(page: Path) -> dict[str, Any]:
         "seconds": 1.0,
     }
     for source in PYTHON.findall(page.read_text()):
-        source = textwrap.dedent(source)
-        if re.match(r'"\w+": ', source):
-            source = f"rows.append({{{source}}})"
-        exec(compile(source, str(page), "exec"), names)
-    return names
+        exec(compile(textwrap.dedent(source), str(page), "exec"), names)
 
 
 def test_the_python_code_of_the_pages_runs(tmp_path, monkeypatch):
-    """And the optimizer and the data set of the page on extending are what they have to be."""
     assemble(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # the package faster_training
-    pages = [page for page in PAGES if "```python" in page.read_text()]
-    names = {page.stem: run_python_blocks(page) for page in pages}["extending"]
-    [choice] = (row["lion"] for row in names["rows"])
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = choice.make([weight], lr=0.1, betas=(0.9, 0.999))
-    weight.grad = torch.tensor([2.0, -3.0, 0.0])
-    optimizer.found_inf = torch.tensor(1.0)
-    optimizer.step()
-    assert weight.tolist() == [1, 1, 1], "a step that is to be skipped changes nothing"
-    del optimizer.found_inf
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.1, 1.0]))
-    wanted = inspect.signature(BatchedDataset.batches).parameters
-    assert list(inspect.signature(names["Tabular"].batches).parameters) == list(wanted)
-    features, labels = torch.arange(8.0).view(4, 2), torch.tensor([0, 1, 0, 1])
-    dataset, rows = names["Tabular"](features, labels, torch.device("cpu")), torch.tensor([3, 0])
-    [batch] = dataset.batches(row_batches=[rows], epoch=0)
-    torch.testing.assert_close(batch, (features[rows], labels[rows]))
+    for page in PAGES:
+        run_python_blocks(page)
 
 
 def test_the_page_of_flags_lists_those_of_the_parsers() -> None:

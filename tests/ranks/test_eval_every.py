@@ -3,13 +3,15 @@
 import signal
 
 import pytest
+import torch
 
 import ranks
 import resnet50_test
-from conftest import each_of, run
+from conftest import each_of, for_each, run
 from figures import report
 from optimizer_cases import assert_same
 from test_training import DIGITS
+from training import checkpoint
 from training.epoch_report import is_evaluated
 from training.run_log import RunLog
 
@@ -63,3 +65,48 @@ def test_ranks_agree_as_often_without_evaluating(more, tmp_path):
         ranks.run(f"resnet50_test.py {words}", tmp_path, 2)
     assert_same(ranks.weights(one), ranks.weights(other))
     assert ranks.metrics(one)[-1] == ranks.metrics(other)[-1]
+
+
+WITHIN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 2
+    --save_every 1 --keep 99 --precision fp32 --seed 3"""
+WAYS = [  # number of ranks, flags
+    (1, "--bs 32 --ema 0.9 --dynamic_batch noise --batch_args min=16 lr=sqrt --stop_at 0.55"),
+    (2, "--bs 16 --workers 2 --augment auto --accumulate 2 --patience 1 --stop_at 0.18"),
+    (2, "--bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --stop_at 0.15"),
+]
+
+
+@pytest.mark.process
+def test_an_evaluation_within_an_epoch_changes_no_training_and_may_end_it(tmp_path):
+    """It has a row, counts for best.pt, and a run that goes on from it is the same."""
+
+    def check(size: int, flags: str) -> None:
+        command, folder = f"{WITHIN} {flags}", tmp_path / str(WAYS.index((size, flags)))
+        ranks.run(f"{command} --stop_at 0 --out whole", folder, size)
+        ranks.run(f"{command} --stop_at 0 --eval_every 0.4 --out often", folder, size)
+        rows = ranks.metrics(folder / "often")
+        assert [row["epoch"] == int(row["epoch"]) for row in rows] == [False, False, True] * 2
+        assert rows[2::3] == ranks.metrics(folder / "whole")
+        states = [checkpoint.load(folder / name).state for name in ("whole", "often")]
+        for part in ("model", "optimizer", "average", "ranks"):
+            assert_same(*({"": state[part]} for state in states))
+
+        console = ranks.run(f"{command} --eval_every 0.4 --out ended", folder, size)
+        assert "has reached the target" in console
+        rows, files = ranks.metrics(folder / "ended"), checkpoint.latest_files(folder / "ended")
+        assert not isinstance(rows[-1]["epoch"], int)
+        state = checkpoint.load(files[0]).state
+        of_ranks = [rank["weights"] for rank in state["ranks"]]
+        for name in of_ranks[0]:  # the weights that were evaluated are what inference gets
+            means = torch.stack([own[name] for own in of_ranks]).double().mean(0).float()
+            torch.testing.assert_close(state["model"][name].float(), means)
+        console = ranks.run(f"resnet50_test.py --checkpoint {files[0]} --evaluate", folder, size)
+        assert f"all  {100 * rows[-1]['test_accuracy']:6.2f} %" in console
+        stored = {path: checkpoint.load(path).progress for path in files}
+        first = next(path for path in reversed(files) if stored[path]["rows"])  # as best.pt
+        assert stored[first]["step"] == rows[0]["step"]
+        words = f"resnet50_test.py --resume {first} --stop_at 0 --out resumed"
+        ranks.run(words, folder, size)
+        ranks.same_run(folder / "often", folder / "resumed", files=["last"])
+
+    for_each(WAYS, check)

@@ -1,0 +1,145 @@
+"""--arch and --optimizer MODULE:NAME: a network and an optimizer of the user's own."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import ranks
+import resnet50_test
+import transformer_test
+from cli import options
+from conftest import SHORT, for_each, run, write_images
+from optimizer_cases import assert_same
+from package.api import fit
+from training import checkpoint
+from training.classifier import load
+from tuning.target_script import TargetScript
+
+PAGE = ranks.ROOT / "docs" / "library.md"
+BAG = """import torch
+from torch import nn
+
+class Bag(nn.Module):
+    def __init__(self, classes, vocab_size, pad, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width, padding_idx=pad)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).mean(1))
+
+class Mixed(Bag):
+    def forward(self, tokens, partner=None, weight=None):
+        pooled = self.embed(tokens).mean(1)
+        if weight is not None:
+            pooled = torch.lerp(pooled[partner], pooled, weight[:, None])
+        return self.head(pooled)
+"""
+WRONG = """import torch
+
+number = 3
+def build(classes, width=2):
+    if width % 2:
+        raise KeyError("odd")
+    return torch.nn.Flatten() if width else None
+class Narrow(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, classes)
+    def forward(self, x):
+        return self.layer(x)
+def many(groups, lr):
+    return 3
+"""
+OWN = f"--dataset digits --subset 0.1 {SHORT} --arch my_parts:build --model_args width=8"
+OPTIMIZER = "--optimizer my_parts:Lion --lr 3e-3 --opt_args betas=0.9,0.95"
+
+
+@pytest.fixture
+def parts(here, monkeypatch):
+    """The folder with my_parts.py, the example of the page, and other modules."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    [example] = [
+        b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Lion" in b
+    ]
+    (here / "my_parts.py").write_text(example)
+    (here / "texts.py").write_text(BAG)
+    (here / "wrong.py").write_text(WRONG)
+    (here / "broken.py").write_text("import torch\n1 / 0\n")
+    yield here
+    for name in ("my_parts", "texts", "wrong", "broken"):
+        sys.modules.pop(name, None)
+
+
+def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
+    more = f"{OPTIMIZER} --epochs 2 --ema 0.9 --accumulate 2 --micro_bs 8 --keep 9"
+    run(resnet50_test, OWN, more, "--out whole")
+    trained = checkpoint.load(parts / "whole")
+    assert trained.state["model"]["0.weight"].shape == (8, 1, 3, 3), "width, and grey images"
+    assert trained.state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
+    run(resnet50_test, "--resume whole/last-1.pt --out resumed")
+    ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
+
+    row = ranks.metrics(parts / "whole")[-1]
+    console = run(resnet50_test, "--checkpoint whole --evaluate")
+    assert f"all  {100 * row['test_accuracy']:6.2f} %" in console
+    run(resnet50_test, "--checkpoint whole --export model.safetensors")
+    run(resnet50_test, OWN, "--weights model.safetensors --freeze --lr 0.01 --out frozen")
+    assert_same(ranks.weights(parts / "frozen")["0.weight"], trained.weights["0.weight"])
+    run(resnet50_test, OWN, "--weights whole --model_args width=4 --out other", code=2)
+
+    write_images(parts / "photos", "ab", rows=4, size=8)
+    flags = {"epochs": 1, "bs": 4, "image_size": 8, "arch": "my_parts:build", "out": "photos/run"}
+    own = {"optimizer": "my_parts:Lion", "lr": 1e-3, "model_args": {"width": 4}}
+    images = [torch.zeros(8, 8, 3, dtype=torch.uint8).numpy()]
+    found = fit(parts / "photos", **flags, **own).probabilities(images)
+    assert_same(load("photos/run").probabilities(images), found)
+
+    script = TargetScript.read("resnet50_test.py", f"{OWN} {OPTIMIZER}".split())
+    script.check(script.arguments)
+    assert script.usual("lr") == 3e-3
+
+
+def test_texts_and_several_ranks_take_own_parts(parts):
+    words = f"--dataset headlines --subset 0.2 {SHORT} --model_args width=4"
+    run(transformer_test, words, "--arch texts:Bag --out bag")
+    assert load("bag").predict(["Stocks rise"])[0] in load("bag").classes
+    run(transformer_test, words, "--arch texts:Mixed --mixup mixup --out mixed")
+    parser = transformer_test.parser()
+    older = {**parser.defaults(), "arch": "hf:x", "model_args": {"width": 8}}
+    assert options.restored_flags(older, parser)["model_args"] == {}, "they were kept and not used"
+    for name, more in (("ddp", OPTIMIZER), ("fsdp", "--optimizer sgd --lr 0.1 --parallel fsdp")):
+        ranks.run(f"resnet50_test.py {OWN} {more} --bs 16 --out {name}", parts, 2)
+        assert ranks.weights(parts / name)["0.weight"].shape == (8, 1, 3, 3)
+
+
+def test_what_is_wrong_with_a_part_is_said_in_a_line(parts, refused):
+    base = {
+        "images": f"--dataset digits --subset 0.1 {SHORT}",
+        "texts": f"--dataset headlines {SHORT}",
+    }
+    cases = [
+        ("images", "--arch no_such:build", "there is no module no_such"),
+        ("images", "--arch broken:build", "broken.py, line 2"),
+        ("images", "--arch my_parts:biuld", "did you mean build?"),
+        ("images", "--arch wrong:number", "has no function or class 'number'"),
+        (
+            "images",
+            "--arch my_parts:build --model_args widht=3",
+            "unexpected keyword argument 'widht'",
+        ),
+        ("images", "--arch resnet20 --model_args width=3", "--arch resnet20 has no such setting"),
+        ("images", "--arch wrong:build --model_args width=3", "wrong.py, line 6"),
+        ("images", "--arch wrong:build --model_args width=0", "NoneType"),
+        ("images", "--arch wrong:build", "returned (2, 64) for two inputs; logits are (2, 10)"),
+        ("images", "--arch wrong:Narrow", "failed to take an input of (2, 1, 8, 8)"),
+        ("images", "--optimizer my_parts:Lion", "has no default rate; give --lr"),
+        ("images", "--optimizer wrong:many --lr 1", "makes no torch.optim.Optimizer"),
+        ("images", "--optimizer torch.optim:LBFGS --lr 1", "failed to make (ValueError: LBFGS"),
+        ("images", "--optimizer my_parts:Lion --lr 1 --opt_args beta=1", "'beta'"),
+        ("images", "--optimizer my_parts:Lion --lr 1 --backend cudagraph", "not supported with"),
+        ("texts", "--arch texts:Bag --mixup mixup", "takes no partner and weight"),
+    ]
+    for_each(cases, lambda name, words, said: refused(name, words, said, base[name]))
