@@ -1,77 +1,93 @@
-"""How well TF-IDF features with logistic regression do on the AG News subset, after a search.
+"""How well bags of words do on AG News, after a search: the peers of the Transformer.
 
-DATA_DIR=data python -m benchmarks.bag_of_words --json FILE  # --quick: one seed
+DATA_DIR=data python -m benchmarks.bag_of_words --json FILE  # --quick: 1,500 rows alone
 
-The peer of the Transformer: scikit-learn's TfidfVectorizer (with the logarithm of the counts) and
-LogisticRegression on the same training rows, cleaned in the same way. Lengths of word sequences,
-how rare a word may be, and the strength of regularisation C are searched by the mean accuracy on a
-tenth of the training rows, held out with each of three seeds: for the first one these are the rows
-that the searches of the Transformer hold out. Then the best setting trains on all rows, and the
-test set is looked at once. A bar compares committed runs of the Transformer with that.
+The peers are scikit-learn's logistic regression on TF-IDF features, and naive Bayes on whether a
+text has a word, both trained on the same rows as committed runs of the Transformer, cleaned in the
+same way. Lengths of word sequences, how rare a word may be, and the strength of regularisation are
+searched for each number of rows by the accuracy on a tenth of the first draw; the best setting then
+trains on all rows of each draw, and the test set is looked at once. Bars compare the mean accuracy
+of the Transformer with theirs.
 """
 
-import json
 import statistics
 import sys
 import tempfile
+from typing import Any
 
 import torch
-from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.base import clone
+from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
+from sklearn.naive_bayes import MultinomialNB
+from sklearn.pipeline import Pipeline
 
 from benchmarks import bench
-from errors import InputError, exit_code
+from errors import exit_code
 from figures.run_logs import LOGS, accuracy, last, read_groups
 from input_pipeline import text_datasets
-from input_pipeline.sampler import held_out_rows
+from input_pipeline.sampler import held_out_rows, stratified_rows
 
-GROUP, RUN = "optimizers_agnews12k", "adamw"  # the Transformer without a prior
-HELD_OUT, SEEDS = 0.1, (1, 2, 3)  # an entry script with --seed 0 holds out the rows of 1
-SEARCHED = {
-    "tfidfvectorizer__ngram_range": [(1, 1), (1, 2), (1, 3)],  # words in a row that are a feature
-    "tfidfvectorizer__min_df": [1, 2],  # in how many texts a feature is at least
-    "logisticregression__C": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],  # inverse regularisation
+HELD_OUT = 0.1
+RUNS = {  # logs of the Transformer by rows of AG News, each with the group and name of its runs
+    1_500: [("texts_by_rows", "rows1500")],
+    9_600: [("texts_by_rows", "rows9600")],
+    12_000: [("defaults_agnews12k", "default-prior-4"), ("optimizers_agnews12k", "adamw")],
+}
+WORDS = {
+    "words__ngram_range": [(1, 1), (1, 2), (1, 3)],  # words in a row that are a feature
+    "words__min_df": [1, 2],  # in how many texts a feature is at least
+}
+REGULARISATION = {
+    "TF-IDF, logistic regression": {"model__C": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]},
+    "naive Bayes": {"model__alpha": [0.03, 0.1, 0.3, 1.0, 3.0]},
 }
 ITERATIONS = 1000  # of L-BFGS at most
 PACKAGES = ("torch", "scikit-learn")
 
 
+def pipeline(name: str, cache: str) -> Pipeline:
+    """Return one of the models of `REGULARISATION`, which keeps features in a folder."""
+    if name == "naive Bayes":
+        steps: list[Any] = [CountVectorizer(binary=True), MultinomialNB()]
+    else:
+        steps = [TfidfVectorizer(sublinear_tf=True), LogisticRegression(max_iter=ITERATIONS)]
+    return Pipeline(list(zip(("words", "model"), steps)), memory=cache)
+
+
 def main() -> int:
     args = bench.parser(__doc__, reads_data=True).parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
-    train, test = ((list(splits[n].texts), list(splits[n].labels)) for n in ("train", "test"))
-    runs = read_groups(LOGS)[GROUP][RUN]
-    if len(train[0]) != (rows := runs[0][0]["samples"]):
-        raise InputError(f"--data_dir: {len(train[0])} rows to train on; the logs are of {rows}")
-    labels, folds = torch.tensor(train[1]), []
-    for seed in SEEDS[:1] if args.quick else SEEDS:
-        held_out, rest = held_out_rows(labels, HELD_OUT, seed=seed)
-        folds.append((rest.numpy(), held_out.numpy()))
-    regression = LogisticRegression(max_iter=ITERATIONS)
-    with tempfile.TemporaryDirectory() as cache:
-        model = make_pipeline(TfidfVectorizer(sublinear_tf=True), regression, memory=cache)
-        search = GridSearchCV(model, SEARCHED, cv=folds, verbose=2).fit(*train)
-        reached = 100 * search.score(*test)  # of the best one, trained on all rows
-    tried = zip(search.cv_results_["params"], search.cv_results_["mean_test_score"])
-    settings = [{**setting, "held_out": 100 * score} for setting, score in tried]
-    settings.sort(key=lambda each: -each["held_out"])
-    seeds = last(runs, accuracy)
-    print(f"AG News, {len(train[0])} training rows, {len(test[0])} test rows")
-    print(f"TF-IDF with logistic regression, {json.dumps(settings[0])}: {reached:.2f} %")
-    print(f"Transformer ({GROUP}/{RUN}): {', '.join(f'{seed:.2f}' for seed in seeds)} %")
-    bars = [bench.Bar("Transformer over TF-IDF, points", statistics.mean(seeds) - reached, 0.0)]
-    return bench.finish(
-        args,
-        bars,
-        machine=bench.machine(torch.device("cpu"), PACKAGES),
-        train_rows=len(train[0]),
-        test_rows=len(test[0]),
-        tfidf=reached,
-        transformer=seeds,
-        search=settings,
-    )
+    train, test = splits["train"], splits["test"]
+    labels, groups = torch.as_tensor(train.labels), read_groups(LOGS)
+    bars, results = [], []
+    for rows, runs in list(RUNS.items())[: 1 if args.quick else None]:
+        logged = {name: last(groups[group][name], accuracy) for group, name in runs}
+        draws = [torch.arange(rows)] if rows == len(labels) else []
+        while len(draws) < len(next(iter(logged.values()))) and rows < len(labels):
+            draws.append(stratified_rows(labels, rows / len(labels), seed=len(draws))[0])
+        for peer, strengths in REGULARISATION.items():
+            first = train.select_rows(draws[0])
+            held_out, rest = held_out_rows(torch.as_tensor(first.labels), HELD_OUT, seed=1)
+            fold = [(rest.numpy(), held_out.numpy())]
+            with tempfile.TemporaryDirectory() as cache:
+                search = GridSearchCV(pipeline(peer, cache), WORDS | strengths, cv=fold)
+                search.fit(list(first.texts), list(first.labels))
+                best, reached = search.best_estimator_, list[float]()
+                for draw in map(train.select_rows, draws):
+                    model = clone(best).fit(list(draw.texts), list(draw.labels))
+                    reached.append(100 * model.score(list(test.texts), list(test.labels)))
+            setting, held = search.best_params_, 100 * search.best_score_
+            results.append({"rows": rows, "peer": peer, "test": reached, **logged})
+            results[-1] |= {"setting": setting, "held_out": held}
+            print(f"{rows} rows: {peer} {statistics.mean(reached):.2f} % {setting}", flush=True)
+            for name, seeds in logged.items():
+                print(f"    Transformer {name} {statistics.mean(seeds):.2f} %", flush=True)
+                points = statistics.mean(seeds) - statistics.mean(reached)
+                bars.append(bench.Bar(f"{name} over {peer}, points", points, 0.0))
+    machine = bench.machine(torch.device("cpu"), PACKAGES)
+    return bench.finish(args, bars, machine=machine, results=results)
 
 
 if __name__ == "__main__":
