@@ -7,12 +7,13 @@
 #   bash benchmarks/gpu_evidence.sh A runs/pieces/1     versions, tests, short runs of
 #                                                       every method
 #   bash benchmarks/gpu_evidence.sh B runs/pieces/2     speed of ResNet-50's step by setting
-#   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; recipe fast94, three seeds,
-#                                                       and the search of its rival
-#   bash benchmarks/gpu_evidence.sh D                   50 epochs of fast94; D again goes on
+#   bash benchmarks/gpu_evidence.sh C runs/pieces/3     joins the data; the named command to its end,
+#                                                       and the same without mixing
+#   bash benchmarks/gpu_evidence.sh D                   recipe fast94, three seeds, and the search of
+#                                                       its rival
 #
-# A and B need no data and keep their piece for C; C again goes on with runs that were cut off. With
-# a quarter of an hour, give A and B LIMIT=160 and C LIMIT=280, and leave out D. docs/performance.md
+# A and B need no data and keep their piece for C; C and D again go on with runs that were cut off.
+# With a quarter of an hour, give A and B LIMIT=100 and C LIMIT=530, and leave out D. docs/performance.md
 # says what a GPU showed. Environment variables and their defaults:
 #   OUT        what to take home: a text and an archive of each part, as of D-2 where D ran for the
 #              second time (runs/gpu_evidence)
@@ -213,9 +214,15 @@ probe() { # probe NAME SECONDS WORD...
         "${@:4}"
 }
 
-part_C() { # what only has an accuracy beside one another; one through the compiler alone
-    local seed lr
+part_C() {
     step join 60 bash "$self" join
+    train step gpu_named/ngd-meta-seed0 510 --ngd --meta_learning --seed 0
+    train step gpu_named/ngd-seed0 510 --ngd --seed 0
+    accuracies
+}
+
+part_D() { # what only has an accuracy beside one another; one through the compiler alone
+    local seed lr
     slots=2
     for seed in 0 1 2; do
         fast94 beside "gpu_fast94/ngd-seed$seed" --ngd --seed "$seed"
@@ -229,12 +236,6 @@ part_C() { # what only has an accuracy beside one another; one through the compi
     fast94 beside gpu_fast94_search/ngd-seed0 "${held_out[@]}" --ngd --seed 0
     wait_for_all
     fast94 step gpu_fast94/ngd-compile-seed0 --ngd --backend compile --seed 0
-    accuracies
-}
-
-part_D() {
-    local fifty=(--recipe fast94 --epochs 50 --small_epochs 0 --lr_schedule cosine --warmup 5)
-    train step gpu_best/best-seed0 510 "${fifty[@]}" --backend compile --seed 0
     accuracies
 }
 

@@ -84,7 +84,7 @@ def test_the_parts_run(tmp_path):
     for part, only, steps in (
         ("A", "ngd|ddp|text|tests", 4),
         ("B", "plain-256|cudagraph-256|kaldi-ngd-256", 3),
-        ("C", "ngd-seed0", 2),
+        ("C", "ngd-meta-seed0|ngd-seed0", 2),
     ):
         lines = summary(run_part(tmp_path, part, ONLY=only, PYTHON=sys.executable))
         assert len(lines) == steps
@@ -93,5 +93,5 @@ def test_the_parts_run(tmp_path):
         assert not [name for name in names if name.endswith(".pt")]
         if part == "B":
             assert {f"B/{step}.json" for step in only.split("|")} <= names
-        if part == "C":  # in full, and held out
+        if part == "C":  # with mixing, and without
             assert sum(name.endswith("metrics.jsonl") for name in names) == 2
