@@ -47,7 +47,6 @@ CHANGES = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **SM
 class ImageSettings(Settings):
     """What resnet50_test.py can be told."""
 
-    title = "images"
     datasets, mixing = list(AUGMENTATIONS), mixup.KINDS
     pretrained = {
         "batch_size": 16,
@@ -63,7 +62,7 @@ class ImageSettings(Settings):
     # fmt: off
     arch: str = flag(str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, timm:NAME, or MODULE:FUNCTION, which makes your own",
-        metavar="NAME", common=True)
+        metavar="NAME", common=True, group="images")
     model_args: dict[str, Any] = flag(setting, {}, "settings of your own network", owner="arch")
     image_size: int = flag(number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images "
         "are scaled; 0 is the data set's own size, for folder that of --weights, else 32",

@@ -45,31 +45,9 @@ def architecture(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerSettings:
-    """The network of this project."""
-
-    title = "Transformer"
-
-    # fmt: off
-    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "
-        "of your own network", owner="arch",
-        parts={"transformer": own(Transformer, "width", "depth", "heads", "mlp_width")})
-    dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
-        "dropped", metavar="F", only_with=[OURS])
-    token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
-        only_with=[OURS])
-    mix_at: str = flag(Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
-        "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
-    prior: str = flag(Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, "
-        "counted on the training set, that are added to the logits", only_with=[OURS])
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSettings(Settings, TransformerSettings):
+class TextSettings(Settings):
     """What transformer_test.py can be told."""
 
-    title = "texts"
     datasets, mixing = ["agnews", "headlines", "csv"], mixup.TEXT_KINDS
     defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4}
     pretrained = {"batch_size": 8, "epochs": 5, "lr_schedule": "polynomial", "head": "random"}
@@ -80,7 +58,7 @@ class TextSettings(Settings, TransformerSettings):
     # fmt: off
     arch: str = flag(architecture, "transformer", "network: transformer; or hf:NAME or "
         "hf:FOLDER, an encoder of Hugging Face with its tokenizer; or MODULE:FUNCTION, which makes "
-        "your own", metavar="NAME", common=True)
+        "your own", metavar="NAME", common=True, group="texts")
     tokenizer: str = flag(Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[NEW])
     vocab_size: int = flag(number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -92,6 +70,18 @@ class TextSettings(Settings, TransformerSettings):
         common=True)
     text_column: Sequence[str] = flag(str, [], "columns of the texts of csv (default found by "
         "name, else all others)", nargs="+", metavar="COLUMN", only_with=OF_CSV, common=True)
+    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "
+        "of your own network", owner="arch",
+        parts={"transformer": own(Transformer, "width", "depth", "heads", "mlp_width")},
+        group="Transformer")
+    dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
+        "dropped", metavar="F", only_with=[OURS])
+    token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
+        only_with=[OURS])
+    mix_at: str = flag(Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
+        "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
+    prior: str = flag(Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, "
+        "counted on the training set, that are added to the logits", only_with=[OURS])
     # fmt: on
 
 
