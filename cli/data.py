@@ -262,13 +262,8 @@ def policy_rows(settings: Settings, labels: Tensor) -> Tensor | None:
     if not 0 < share < 1:
         raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
     share = min(share, MOST_POLICY_ROWS / len(labels))
-    try:
+    with refused_as("--mixup_args held_out"):
         return held_out_rows(labels, share, seed=settings.seed + POLICY_SEED)[0]
-    except ValueError:
-        reason = "leaves none to learn from, or none of some class to train on"
-        raise InputError(
-            f"--mixup_args held_out: that share of {len(labels)} rows {reason}"
-        ) from None
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:

@@ -245,10 +245,7 @@ def create_model(
         for size in sorted(sizes):  # those of small_epochs are smaller
             image_models.checked(model, arch, channels=channels, image_size=size)
     model = model.to(run.world.device)
-    if settings.freeze:
-        with refused_as("--freeze"):
-            pretrained.freeze_all_but_classifier(model)
-    elif settings.freeze_norms:
+    if settings.freeze_norms and not settings.freeze:
         pretrained.hold_norms(model)
     if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))

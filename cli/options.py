@@ -26,7 +26,7 @@ from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import hugging_face_data, own_data
 from models import own_parts
-from models.hugging_face import HF
+from models.hugging_face import HF, is_hf
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
 from training.checkpoint import Checkpoint
@@ -121,7 +121,7 @@ def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str
         InputError: it cannot be converted.
     """
     dataset = flags.get("dataset", "")
-    if not dataset.startswith(HF):
+    if not is_hf(dataset):
         return {}
     root = flags.get("data_dir", parser.flags["data_dir"].default)
     with refused_as(f"--dataset {dataset}", (InputError,)):
@@ -223,11 +223,6 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 def begins_with_weights(flags: Mapping[str, Any]) -> bool:
     """Whether a network that was trained before is trained on."""
     return flags["weights"] is not None or is_hf(flags["arch"])
-
-
-def is_hf(arch: object) -> bool:
-    """Whether a network is an encoder of Hugging Face."""
-    return str(arch).startswith(HF)
 
 
 def uses_trained_model(flags: Mapping[str, Any]) -> bool:

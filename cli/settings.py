@@ -48,7 +48,7 @@ from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from mixup import FORMER_KINDS, mixup
-from models.hugging_face import HF
+from models.hugging_face import is_hf
 from models.own_parts import is_own
 from optimizers import schedules
 from optimizers.schedules import Schedule
@@ -74,11 +74,6 @@ def weights_of_classes(text: str) -> str | dict[str, float] | None:
     if not isinstance(entries, dict):
         raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether this is hf:NAME or hf:FOLDER."""
-    return text.startswith(HF) and text != HF
 
 
 def kth_fold(text: str) -> str:
@@ -397,7 +392,7 @@ def script_parser(
     """
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     changes: dict[str, dict[str, Any]] = {
-        "dataset": {"type": Choice(kind.datasets, also=is_hub_name), "default": kind.datasets[0]},
+        "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},

@@ -18,14 +18,14 @@ from cli.flag_parser import OFF, ON, Choice, below_one, flag, number, own, setti
 from cli.settings import Settings
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
-from errors import InputError, refused_as
+from errors import InputError, in_one_line, refused_as
 from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import PAD, TextDataset
-from models import own_parts, pretrained
-from models.hugging_face import HF, Encoder
+from models import own_parts
+from models.hugging_face import HF, Encoder, is_hf
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training.card import TextCard
@@ -39,7 +39,7 @@ OF_CSV = [{"dataset": ("csv",)}]
 
 def architecture(text: str) -> str:
     """An argparse type: a value of --arch."""
-    if text == "transformer" or text.startswith(HF) or own_parts.is_own(text):
+    if text == "transformer" or is_hf(text) or own_parts.is_own(text):
         return text
     raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
@@ -118,11 +118,9 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
         encoder = run.checkpoint.metadata["encoder"]
     elif saved is not None:
         encoder = saved.encoder
-        try:
+        problem, advice = "holds no tokenizer", "; give a run of transformer_test.py"
+        with in_one_line(f"--weights {settings.weights}: {problem}", advice):
             tokenizer = tokenization.load_tokenizer(saved.tokenizer)
-        except Exception:  # the library raises nothing more special
-            reason = "holds no tokenizer; give a run of transformer_test.py"
-            raise InputError(f"--weights {settings.weights}: {reason}") from None
     else:
         trained = ""
         if run.world.is_main:
@@ -189,13 +187,6 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
             model.check(texts, mixed=False)
         with refused_as(f"--mix_at {settings.mix_at}"):
             model.check(texts, mixed=True)
-    if settings.freeze and isinstance(model, Encoder):
-        model.model.base_model.requires_grad_(False)
-        pretrained.hold_frozen(model)
-    elif settings.lora and isinstance(model, Encoder):
-        model.model.base_model.requires_grad_(False)
-    elif settings.freeze:
-        pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
 
 

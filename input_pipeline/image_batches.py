@@ -35,7 +35,7 @@ from distributed.agreement import node_memory, raise_together
 from distributed.waiting import named_stalls
 from distributed.worker import end_with_parent
 from distributed.world import World
-from errors import STOP_SIGNALS, InputError
+from errors import STOP_SIGNALS, InputError, in_one_line
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
 from input_pipeline.image_datasets import ImageSplit
 
@@ -45,8 +45,6 @@ STATISTICS_PIXELS = 1 << 20  # pixels that a worker reads at a time
 DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
 CACHE_BYTES = 1 << 20  # of resident pixels that are cropped at a time on a CPU
 SERIAL_VALUES = 32_767  # of which torch's threads, which wait actively, do not divide the work
-SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_MEMORY = 1 << 20  # bytes
 STATES = {"D": " (waits for a disk)", "T": " (is stopped)"}  # as in proc(5)
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
@@ -241,13 +239,6 @@ class FileDecoder:
         Raises:
             InputError: the workers cannot be started.
         """
-        if self.workers and SHARED_MEMORY.exists():
-            place = os.statvfs(SHARED_MEMORY)
-            if place.f_bavail * place.f_frsize < LEAST_SHARED_MEMORY:
-                raise InputError(
-                    f"{SHARED_MEMORY}, through which processes that read images send pixels, has "
-                    "less than 1 MiB left; make it larger, or read without such processes"
-                )
         tasks = Tasks()
         loader = DataLoader(
             tasks,
@@ -263,13 +254,10 @@ class FileDecoder:
         # Blocked before the fork, so that threads which a library starts at it inherit the mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         others = multiprocessing.active_children()
+        problem = "the processes that read images cannot be started"
         try:
-            iter(loader)
-        except OSError as error:  # of processes, or of what they share
-            raise InputError(
-                f"the processes that read images cannot be started ({error.strerror}): make room "
-                f"in {SHARED_MEMORY}, or read without them"
-            ) from None
+            with in_one_line(problem, ": make room in /dev/shm, or read without them", (OSError,)):
+                iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         own = set(multiprocessing.active_children()).difference(others)

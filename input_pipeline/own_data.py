@@ -115,6 +115,20 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     return paths
 
 
+def check_no_own(root: Path, missing: Path, suffixes: Sequence[str], *, kind: str) -> None:
+    """Refuse a folder that has data of one's own in the place of a known data set.
+
+    Args:
+        missing: the folder of the data set.
+        kind: of the own data, such as 'texts of your own add --dataset csv'.
+    """
+    if "train" in (own := find_splits(root, suffixes)):
+        raise InputError(
+            f"{missing} is missing, and there is {own['train']}: for {kind}, else give another "
+            "--data_dir"
+        )
+
+
 def needed_splits(
     root: Path, suffixes: Sequence[str] = ("",), *, enough: Sequence[str] = ()
 ) -> dict[str, Path]:
