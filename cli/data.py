@@ -94,7 +94,6 @@ def use_rows(
 
     Args:
         splits: what was read of the data set, 'train' and some of 'val' and 'test'.
-        classes: their names.
     Returns:
         The chosen splits, and what a checkpoint keeps of the data to know it again.
     """
@@ -141,7 +140,6 @@ def choose_rows(
     """The rows of each split that a run uses; --label_noise makes labels of 'train' wrong.
 
     Args:
-        splits: as of `use_rows`.
         redrawn: as of `redrawn_by`, for a run that goes on.
     """
     redrawn = redrawn or {}
@@ -278,7 +276,6 @@ def report_baseline(
     """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
 
     Args:
-        splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
     """
     if (

@@ -68,7 +68,6 @@ def begin_with_weights(
     Lines say what was loaded, and what the probe reaches.
 
     Args:
-        model: whose weights are replaced.
         saved: what `read_saved_model` returned; None for a run that goes on.
     Returns:
         The data; with --freeze, where that is the same, as what the classifier sees of it.

@@ -233,7 +233,6 @@ def create_model(
     """The model of --arch, channels_last, on its device.
 
     Args:
-        metadata: of the data.
         images: the training set, from whose pixels some networks take first weights.
     """
     arch, channels = settings.arch, metadata["channels"]

@@ -115,8 +115,6 @@ def parse(
 def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str]:
     """The flags that read what a data set of Hugging Face is converted into; none for others.
 
-    Args:
-        flags: those that are given.
     Raises:
         InputError: it cannot be converted.
     """
@@ -315,7 +313,6 @@ def recipe_arguments(
     Args:
         recipe: a YAML file that maps names of flags to values, or the name of one of this
             project's recipes.
-        without: flags to leave out.
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """

@@ -386,8 +386,6 @@ def script_parser(
     """The flags of a script.
 
     Args:
-        description: the script's docstring.
-        kind: the settings that the flags become.
         learning_rates: defaults of --lr, by optimizer.
     """
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}

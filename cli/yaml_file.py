@@ -32,7 +32,6 @@ def read_yaml(path: Path, source: str, *, as_text: bool = False) -> Any:
     """The content of a YAML file: plain values, lists and dicts.
 
     Args:
-        path: the file.
         source: how the user named it, which messages begin with.
         as_text: leave values as they are written, for a caller that converts them: `no`, 1e-5 and
             2026-01-01 are text.

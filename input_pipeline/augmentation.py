@@ -185,7 +185,6 @@ class RowChanges:
         """Read and change the image of a row; torch's own generator stays as it was.
 
         Args:
-            row: its number.
             read_image: called with None, or with a function of the image that draws the (left, top,
                 right, bottom) of the part to be read.
         """

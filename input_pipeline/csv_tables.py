@@ -72,7 +72,6 @@ class CsvTable:
     """A file, and which of its columns are read as what.
 
     Attributes:
-        path: the file.
         header: the names of the columns; empty where the file has no header row.
         label, texts: positions of the label and of the texts in a row, from 0 on.
         read: begins to read the rows, the header among them.
@@ -214,7 +213,6 @@ def open_table(
     Args:
         path: the file, in UTF-8. Tabs separate the columns of a .tsv file; of a .csv file it is the
             first comma, semicolon, tab or vertical bar. A line of a .jsonl file is an object.
-        choice: the columns that the user named.
         train: the training file, whose columns another file must have.
         trained: names of a trained model's columns, chosen where the first row has its texts' once;
             some of them will do for texts to classify.
@@ -350,8 +348,6 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
     and there a quote is an ordinary character.
 
     Args:
-        path: the file.
-        separator: of the columns.
         columns: that each row must have; 0 is as many as the first row, at least `least`.
     Raises:
         InputError: the file is missing, empty or broken, or a row has another number of columns.

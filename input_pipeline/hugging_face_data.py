@@ -76,7 +76,6 @@ def load(name: str, source: Path, cache: Path) -> Mapping[str, Any]:
     """Return the splits of a data set as `datasets.Dataset`, by their names.
 
     Args:
-        name: as of `convert`.
         source: its path, which is there where it is a folder.
         cache: a folder for what `datasets` writes while it reads files.
     """
@@ -122,7 +121,6 @@ def with_image_files(split: Any, folder: Path, source: Path) -> Any:
     """Return a split whose images, if it has any, are files with their paths in column `image`.
 
     Args:
-        split: a `datasets.Dataset`.
         folder: receives images whose bytes are in the split; it is two folders below the table.
         source: as of `write_splits`.
     """

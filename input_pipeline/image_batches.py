@@ -53,12 +53,10 @@ class ImageDataset:
     """The images of one split, resident on the device or streamed from files by worker processes.
 
     Args:
-        images: the split.
         augmentation: applied to batches of a training epoch.
         mean: mean of each channel, of pixel values in 0..1.
         std: standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
-        seed: seed of the augmentation.
         decoder: decodes files; None decodes them in this process.
         resident: keep all pixels on the device; otherwise workers read images in every epoch, as
             `Augmentation.by_row` needs it.
@@ -101,7 +99,6 @@ class ImageDataset:
         """Yield (images, labels) for each entry of `row_batches`, see `BatchedDataset`.
 
         Args:
-            row_batches: row numbers of each batch.
             epoch: number of the training epoch; None gives images without augmentation.
         Yields:
             images: (batch, channels, height, width) fp32 in channels_last.
@@ -299,8 +296,6 @@ class FileDecoder:
         """Yield (rows, parts of their pixels) for each entry of `row_batches`, in the same order.
 
         Args:
-            images: the split.
-            row_batches: row numbers of each batch.
             changes: random ones of the images, by the workers.
         Raises:
             InputError: a file cannot be read.
@@ -371,7 +366,6 @@ def decode_on_node(
     Args:
         images: the split; pixels that are in memory already are left alone.
         decoder: decodes this process's part.
-        world: the ranks.
         keep: whether to decode; the value of the node's first process counts.
     Returns:
         The split, with its pixels if they were decoded.

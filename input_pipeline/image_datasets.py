@@ -243,11 +243,9 @@ def read_folder(
     training set alone.
 
     Args:
-        root: the folder.
         size: pixels a side to which images are scaled and cropped.
         classes: of a trained model; empty to take the names of the folders in train/, or the
             labels of train.csv, sorted.
-        enough: see `needed_splits`.
         choice: the separator of several labels, and the column of the groups, of which the usual
             ones are not chosen; without a table `IN_FOLDERS`.
     Returns:
@@ -338,7 +336,6 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
     A class has several folders if their names differ in nothing but the form of their characters.
 
     Args:
-        folder: of a split.
         left_out: counts other folders, images beside the folders and links to nothing.
     """
     by_class: dict[str, list[Path]] = {}

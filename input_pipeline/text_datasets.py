@@ -241,8 +241,6 @@ def name_classes(
     """Return the classes of own data: the different labels of the training file, sorted.
 
     Args:
-        labels, texts: of each row.
-        table: the file, for messages.
         is_chosen: whether the user chose the columns of label and text.
     Raises:
         InputError: the labels are not those of a classification, or one seems to be from a header:

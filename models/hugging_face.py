@@ -63,7 +63,6 @@ class Encoder(nn.Module):
     Args:
         config: of the model, as JSON.
         pad: id of the tokens behind the end of a text.
-        classes: number of outputs.
         mix_at: where texts are mixed: 'pooled' mixes the logits, which is the same as mixing what
             the last linear layer sees, 'tokens' the embeddings.
     """

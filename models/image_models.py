@@ -30,7 +30,6 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
 
     Args:
         arch: one of `ARCHITECTURES`, a classification model of torchvision, or timm:NAME.
-        classes: number of outputs.
         channels: 1 or 3 channels of the images.
         image_size: height and width of the images in pixels.
 

@@ -134,9 +134,6 @@ def match_names(
     'model.'. What else the file holds, such as weights of a loss, is left out where there are such
     words.
 
-    Args:
-        weights: of the file, by their names.
-        own: names in the model.
     Raises:
         InputError: two models in the file fit equally well.
     """
@@ -182,7 +179,6 @@ def load_pretrained(
     Args:
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
-        saved: the weights.
         flags: what says which model it is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
