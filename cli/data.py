@@ -87,6 +87,13 @@ class ChosenRows:
     lines: list[str] = field(default_factory=list)
 
 
+def reading(settings: Settings, run: Run) -> dict[str, Any]:
+    """How own data is read: the classes of a checkpoint, and which splits are enough."""
+    classes = run.checkpoint.classes if run.checkpoint else ()
+    enough = ["test", "val"] * settings.evaluate + ["train"] * settings.holds_out
+    return {"classes": classes, "enough": enough}
+
+
 def use_rows(
     settings: Settings, run: Run, splits: Mapping[str, Any], classes: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,8 +77,8 @@ def begin_with_weights(
     world, head, is_new = run.world, list[str](), False
     if settings.freeze or settings.lora:
         with refused_as("--freeze" if settings.freeze else "--lora"):
-            is_encoder = isinstance(model, Encoder)
-            head = model.head_names() if is_encoder else pretrained.classifier_names(model)
+            own = model.head_names() if isinstance(model, Encoder) else None
+            head = own or pretrained.classifier_names(model)
     if settings.freeze:
         pretrained.freeze_all_but(model, head)
     elif settings.lora and isinstance(model, Encoder):  # so that its weights must all be there

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mixup
-from cli.data import Data, Run, report_baseline, use_rows
+from cli.data import Data, Run, reading, report_baseline, use_rows
 from cli.factory import report_predictions
 from cli.flag_parser import ON, Choice, Scope, flag, number, own, setting, switch
 from cli.settings import Settings
@@ -21,6 +21,7 @@ from errors import InputError, refused_as
 from input_pipeline import csv_tables, image_batches, image_datasets, own_data
 from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
+from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -120,11 +121,8 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             settings.data_dir,
             image_size=settings.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
-            classes=run.checkpoint.classes if run.checkpoint else (),
-            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
-            choice=csv_tables.ColumnChoice(
-                separator=settings.label_separator, group=settings.group_column
-            ),
+            choice=ColumnChoice(separator=settings.label_separator, group=settings.group_column),
+            **reading(settings, run),
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
     shown = {name: chosen[name].show for name in EVAL_SET_NAMES if name in chosen}

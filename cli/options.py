@@ -235,30 +235,34 @@ def resume_path(flags: Mapping[str, Any], script: str) -> Path | None:
     one has failed or a node has joined, goes on with its own run by itself.
 
     Raises:
-        InputError: the two flags contradict each other, or the run has no such checkpoint.
+        InputError: the two flags contradict each other, or there is no run.
     """
     if not uses_trained_model(flags):
         folder = interrupted_run(flags, script)
         if folder is not None and checkpoint.latest_files(folder):
             return folder
-    given = flags["checkpoint"]
-    if given is None:
-        return None if flags["resume"] is None else run_path(flags, script)
-    if flags["resume"] is None and not uses_trained_model(flags):
+    given, resumed = flags["checkpoint"], flags["resume"]
+    if given is None and resumed is None:
+        return None
+    if resumed is None and not uses_trained_model(flags):
         raise InputError(
             f"--checkpoint {given}: nothing is to be done with it; add --evaluate, "
             "--predict or --export, or --resume to go on training"
         )
-    if given not in ("best", "last"):
-        if flags["resume"] is not None:
+    if given not in (None, "best", "last"):
+        if resumed is not None:
             raise InputError(
                 f"--checkpoint {given}: with --resume it is best or last; to use a file, "
                 "give it to one of the two flags and leave the other one out"
             )
         return Path(given)
-    run = run_path(flags, script)
-    folder = run.parent if run.suffix == ".pt" else run
-    return folder if given == "last" else folder / "best.pt"
+    run = resumed or flags["out"] or run_folder.latest_run(script)
+    if run is None:
+        flag = "--resume" if given is None else "--checkpoint"
+        reason = "with a checkpoint below runs/; name its folder with"
+        raise InputError(f"no run of {script} {reason} {flag} PATH")
+    folder = Path(run).parent if given and str(run).endswith(".pt") else Path(run)
+    return folder / "best.pt" if given == "best" else folder
 
 
 def interrupted_run(flags: Mapping[str, Any], script: str) -> Path | None:
@@ -271,20 +275,6 @@ def interrupted_run(flags: Mapping[str, Any], script: str) -> Path | None:
         return run_folder.latest_run(script, launcher=job) if job else None
     folder = Path(given).parent if Path(given).is_file() else Path(given)
     return folder if run_folder.is_run_of(job, folder) else None
-
-
-def run_path(flags: Mapping[str, Any], script: str) -> Path:
-    """What --resume names: its PATH, else --out, else the newest run.
-
-    Raises:
-        InputError: there is no run.
-    """
-    folder = flags["resume"] or flags["out"] or run_folder.latest_run(script)
-    if folder is None:
-        flag = "--resume" if flags["checkpoint"] is None else "--checkpoint"
-        reason = "with a checkpoint below runs/; name its folder with"
-        raise InputError(f"no run of {script} {reason} {flag} PATH")
-    return Path(folder)
 
 
 def recipe_path(recipe: str) -> Path:

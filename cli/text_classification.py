@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mixup
-from cli.data import Data, Run, report_baseline, use_rows
+from cli.data import Data, Run, reading, report_baseline, use_rows
 from cli.factory import report_predictions
 from cli.flag_parser import OFF, ON, Choice, below_one, flag, number, own, setting
 from cli.settings import Settings
@@ -105,9 +105,8 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
                 settings.label_separator,
                 settings.group_column,
             ),
-            classes=run.checkpoint.classes if run.checkpoint else (),
             trained=trained_columns(run.checkpoint),
-            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
+            **reading(settings, run),
         ),
     )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
