@@ -78,7 +78,7 @@ class Choice:
     A part that is not installed here can be chosen as well, and says itself what is missing.
 
     Args:
-        former: present name by former one, which can be chosen as well.
+        former: present name by former one, which can be given as well.
         also: whether another name can be chosen.
     """
 
@@ -98,7 +98,7 @@ class Choice:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
-        return text
+        return self.former.get(text, text)
 
 
 def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], str]:

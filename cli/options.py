@@ -11,6 +11,7 @@ flags of the resume, as defaults do.
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def parse(
     for name, value in computed_defaults(flags, parser).items():
         if flags[name] is None:
             flags[name] = value
-    for flag in parser.flags.values():
-        flags[flag.dest] = present_name(flag, flags[flag.dest])
+    for flag in parser.flags.values():  # a checkpoint may have a choice that has gone
+        value = flags[flag.dest]
+        if isinstance(flag.type, Choice) and value is not None:
+            with refused_as(f"{flag.name} {value}: the checkpoint has it", (ArgumentTypeError,)):
+                flags[flag.dest] = flag.type(value)
     parser.complete(flags)
     if path is not None and flags["out"] is None:
         flags["out"] = str(path if path.is_dir() else path.parent)
@@ -126,22 +130,6 @@ def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str
         folder = hugging_face_data.convert(dataset.removeprefix(HF), Path(root))
     own = next(name for name in own_data.DATASETS if name in parser.kind.datasets)
     return {"dataset": own, "data_dir": str(folder)}
-
-
-def present_name(flag: Flag, value: Any) -> Any:
-    """The value of a flag under the name that it has now, where a checkpoint has a former one.
-
-    Raises:
-        InputError: there is no such value any more.
-    """
-    choice = flag.type
-    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice:
-        return value
-    if (now := choice.former.get(value)) is None:
-        there_is = ", ".join(choice.names)
-        raise InputError(f"{flag.name} {value}: the checkpoint has it; now there is {there_is}")
-    print_once(f"{flag.name} {value} is {now} now")
-    return now
 
 
 def print_once(line: str) -> None:
