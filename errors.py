@@ -68,25 +68,27 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def needing(what: str, packages: str) -> Iterator[None]:
+def in_one_line(
+    problem: str, advice: str, kinds: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Turn what a library raises into an InputError: the problem, the library's reason, advice."""
+    try:
+        yield
+    except InputError:
+        raise
+    except kinds as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"{problem} ({reason}){advice}") from None
+
+
+def needing(what: str, packages: str) -> contextlib.AbstractContextManager[None]:
     """Turn an import that fails into an InputError that says what to install."""
-    try:
-        yield
-    except Exception as error:  # also of a package that does not fit the others
-        raise InputError(
-            f"{what} needs a package ({first_line(error)}): pip install {packages}"
-        ) from None
+    return in_one_line(f"{what} needs a package", f": pip install {packages}")
 
 
-@contextlib.contextmanager
-def writing(what: str, kind: str) -> Iterator[None]:
+def writing(what: str, kind: str) -> contextlib.AbstractContextManager[None]:
     """Turn a file or folder (`kind`) that cannot be written into an InputError."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"{what}: cannot be written ({error.strerror}); choose another {kind}"
-        ) from None
+    return in_one_line(f"{what}: cannot be written", f"; choose another {kind}", (OSError,))
 
 
 @contextlib.contextmanager

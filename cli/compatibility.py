@@ -20,7 +20,6 @@ SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_OF_SHARDS = {"optimizer": Not(("sgd", "adamw", "ngd"))}
 IN_FLOAT64 = {"optimizer": [name for name in OPTIMIZERS if name not in ("sgd", "adamw")]}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
-NOT_RECORDED_MIXING = {"mixup": ("cutmix",)}
 OWN_EXCHANGE = {"optimizer": ("slamb",)}
 MEETING = {"sync": Not(("sync",))}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
@@ -31,8 +30,7 @@ EXCHANGES = (OWN_EXCHANGE, MEETING)
 # flags, what each of them is not supported with, and a sentence that says why and what to do
 CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- communication
-    ([OWN_EXCHANGE], [{"sync": Not(("sync",))}],
-     "the optimizer communicates by itself; leave it out"),
+    ([OWN_EXCHANGE], [MEETING], "the optimizer communicates by itself; leave it out"),
     ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
     ([MEETING], [SCALED],
@@ -42,7 +40,7 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
      "or fp32"),
     ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
      "only SLAMB keeps what rounding leaves; use --wire_dtype bf16 or fp32"),
-    ([{"ema": ON}], [{"optimizer": ("slamb",)}, MEETING],
+    ([{"ema": ON}], EXCHANGES,
      "weights differ between the processes; leave one of them out"),
     # ---- batches that change
     ([{"balance_workers": ON}, *NOISE], EXCHANGES,
@@ -50,13 +48,13 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     (NOISE, [CORRECTED],
      "it needs each step's own gradients; use --grad_compress none, fp16 or bf16"),
     # ---- weights in shards
-    ([SHARDED], [NOT_OF_SHARDS, {"sync": Not(("sync",))}, CORRECTED, *NOISE, {"ema": ON}],
+    ([SHARDED], [NOT_OF_SHARDS, MEETING, CORRECTED, *NOISE, {"ema": ON}],
      "each process holds only a part of every layer; use --parallel ddp, or --optimizer sgd, adamw "
      "or ngd"),
     ([SHARDED], [{"balance_workers": ON}, APEX, {"backend": Not(("auto", "eager"))}],
      "sharding does not support it; use --parallel ddp"),
     # ---- recorded steps
-    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, NOT_RECORDED_MIXING],
+    ([GRAPH], [NOT_RECORDED, {"precision": ("fp16",)}, APEX, {"mixup": ("cutmix",)}],
      "a CUDA graph cannot contain decisions of the host; use --backend compile, or --optimizer "
      "sgd, adamw, ngd, lamb or lars"),
     ([GRAPH], [{"sync": ("diloco",)}], "the host counts its steps; use --backend compile"),

@@ -87,6 +87,13 @@ class ChosenRows:
     lines: list[str] = field(default_factory=list)
 
 
+def reading(settings: Settings, run: Run) -> dict[str, Any]:
+    """How own data is read: the classes of a checkpoint, and which splits are enough."""
+    classes = run.checkpoint.classes if run.checkpoint else ()
+    enough = ["test", "val"] * settings.evaluate + ["train"] * settings.holds_out
+    return {"classes": classes, "enough": enough}
+
+
 def use_rows(
     settings: Settings, run: Run, splits: Mapping[str, Any], classes: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,7 +101,6 @@ def use_rows(
 
     Args:
         splits: what was read of the data set, 'train' and some of 'val' and 'test'.
-        classes: their names.
     Returns:
         The chosen splits, and what a checkpoint keeps of the data to know it again.
     """
@@ -141,7 +147,6 @@ def choose_rows(
     """The rows of each split that a run uses; --label_noise makes labels of 'train' wrong.
 
     Args:
-        splits: as of `use_rows`.
         redrawn: as of `redrawn_by`, for a run that goes on.
     """
     redrawn = redrawn or {}
@@ -262,13 +267,8 @@ def policy_rows(settings: Settings, labels: Tensor) -> Tensor | None:
     if not 0 < share < 1:
         raise InputError(f"--mixup_args held_out={share:g} must be above 0 and below 1")
     share = min(share, MOST_POLICY_ROWS / len(labels))
-    try:
+    with refused_as("--mixup_args held_out"):
         return held_out_rows(labels, share, seed=settings.seed + POLICY_SEED)[0]
-    except ValueError:
-        reason = "leaves none to learn from, or none of some class to train on"
-        raise InputError(
-            f"--mixup_args held_out: that share of {len(labels)} rows {reason}"
-        ) from None
 
 
 def redrawn_by(run: Run) -> dict[str, Any]:
@@ -283,7 +283,6 @@ def report_baseline(
     """With --baseline, what a linear model reaches, which rank 0 prints; for checkpoints.
 
     Args:
-        splits: as of `choose_rows`.
         measure: fits the model to a training split, and evaluates it on another.
     """
     if (

@@ -87,19 +87,15 @@ def check_processes(
         on_main(world, lambda: check_tracker(settings.track))
     if world.size == 1:
         return
-    started = {name: bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)}
-    values = {name: getattr(settings, name) for name in parser.of_scope(Scope.RESULT, Scope.HOW)}
+    names = parser.of_scope(Scope.RESULT, Scope.HOW)
+    values = {f"--{name}": getattr(settings, name) for name in names} | {
+        "the version of the code": commit_or_none(),
+        "the version of torch": torch.__version__,
+        "the checkpoint": checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")],
+    }
+    values |= {f"--{name}": bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)}
     check_equal(
-        world,
-        {
-            **{f"--{name}": value for name, value in values.items()},
-            "the version of the code": commit_or_none(),
-            "the version of torch": torch.__version__,
-            "the checkpoint": checkpoint
-            and [checkpoint.progress[key] for key in ("step", "seconds")],
-            **{f"--{name}": value for name, value in started.items()},
-        },
-        advice="start every process with the same flags, code and checkpoint",
+        world, values, advice="start every process with the same flags, code and checkpoint"
     )
 
 

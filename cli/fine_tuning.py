@@ -20,7 +20,7 @@ from cli.text_classification import TextSettings
 from distributed.agreement import local_main_first
 from errors import InputError, refused_as
 from models import image_models, lora, pretrained
-from models.hugging_face import HF, Encoder, read_encoder, refused
+from models.hugging_face import Encoder, is_hf, read_encoder, refused
 from models.pretrained import SavedModel
 from training import linear_probe
 from training.checkpoint import load_into
@@ -37,7 +37,7 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
         InputError: there is no such file, it holds no weights, or --freeze is given without.
     """
     is_of_texts, arch = isinstance(settings, TextSettings), settings.arch
-    if settings.weights is None and arch.startswith(HF) and is_of_texts:
+    if settings.weights is None and is_hf(arch) and is_of_texts:
         with refused_as(f"--arch {arch}"), local_main_first(run.world), refused(arch):
             return read_encoder(arch)
     for flag, is_given in (("--freeze", settings.freeze), ("--lora", settings.lora)):
@@ -63,45 +63,38 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
 def begin_with_weights(
     settings: Settings, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
 ) -> Data:
-    """Load weights into a new model, let a new classifier begin as a probe, add --lora.
+    """Freeze what --freeze does, load weights, let a new classifier begin as a probe, add --lora.
 
     Lines say what was loaded, and what the probe reaches.
 
     Args:
-        model: whose weights are replaced.
         saved: what `read_saved_model` returned; None for a run that goes on.
     Returns:
         The data; with --freeze, where that is the same, as what the classifier sees of it.
     Raises:
         InputError: the weights are not of this model.
     """
-    if saved is not None or settings.freeze:
-        data = _begin(settings, run, model, saved, data)
-    if settings.lora:
-        if isinstance(model, Encoder):
-            head = model.head_names()
-        else:
-            head = pretrained.classifier_names(model)
-        with refused_as("--lora"):
-            lora.add_adapters(model, rank=settings.lora, classifier=head)
-    return data
-
-
-def _begin(
-    settings: Settings, run: Run, model: nn.Module, saved: SavedModel | None, data: Data
-) -> Data:
-    """`begin_with_weights` but for what LoRA adds."""
-    is_new = False
-    if run.checkpoint is not None:
+    world, head, is_new = run.world, list[str](), False
+    if settings.freeze or settings.lora:
+        with refused_as("--freeze" if settings.freeze else "--lora"):
+            own = model.head_names() if isinstance(model, Encoder) else None
+            head = own or pretrained.classifier_names(model)
+    if settings.freeze:
+        pretrained.freeze_all_but(model, head)
+    elif settings.lora and isinstance(model, Encoder):  # so that its weights must all be there
+        model.model.base_model.requires_grad_(False)
+    if settings.freeze and run.checkpoint is not None:
         load_into(model, run.checkpoint.state["model"], "model", flag="--resume")
     if saved is not None:
         line, is_new = load_weights(settings, run, model, saved, data.metadata)
-        if run.world.is_main:
+        if world.is_main:
             print(line, flush=True)
-    head = linear_probe.last_linear(model)
-    if head is None:
-        return data
-    return probe(settings, run, model, head, data, is_new=is_new and settings.head == "probe")
+    if saved is not None or settings.freeze:
+        data = probe(settings, run, model, data, is_new=is_new and settings.head == "probe")
+    if settings.lora:
+        with refused_as("--lora"):
+            lora.add_adapters(model, rank=settings.lora, classifier=head)
+    return data
 
 
 def load_weights(
@@ -136,15 +129,14 @@ def load_weights(
     return line, is_new
 
 
-def probe(
-    settings: Settings, run: Run, model: nn.Module, head: nn.Linear, data: Data, *, is_new: bool
-) -> Data:
-    """Fit a new head to what the network computes before it; and with --freeze keep that.
+def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new: bool) -> Data:
+    """Fit a new last layer to what the network computes before it; and with --freeze keep that.
 
     Args:
-        head: the last layer of the model.
-        is_new: whether the head is fitted; else its weights stay.
+        is_new: whether the layer is fitted; else its weights stay.
     """
+    if (head := linear_probe.last_linear(model)) is None:
+        return data
     trained = {p for p in model.parameters() if p.requires_grad}
     keeps = settings.freeze and keeps_features(settings) and trained <= {*head.parameters()}
     if not (is_new or keeps):

@@ -1,11 +1,11 @@
 """Flags: each is declared once, as a typed field of a settings class, and argparse reads them.
 
     @dataclass(frozen=True, kw_only=True)
-    class MixingSettings:
-        title = "mixing of samples"
-        alpha: float = flag(positive, 0.99, "strength of mixing", only_with=[{"mixup": ON}])
+    class Settings:
+        alpha: float = flag(positive, 0.99, "strength of mixing", group="mixing of samples")
 
-    parser.declare_group(MixingSettings)
+    parser = ScriptParser("...", {}, Settings, learning_rates={})
+    parser.declare_fields({})
     parser.given(["--alpha", "0.2"])     # {"alpha": 0.2}
 
 A declaration also says to what a flag belongs (`Scope`) and with which others it means something
@@ -78,7 +78,7 @@ class Choice:
     A part that is not installed here can be chosen as well, and says itself what is missing.
 
     Args:
-        former: present name by former one, which can be chosen as well.
+        former: present name by former one, which can be given as well.
         also: whether another name can be chosen.
     """
 
@@ -98,7 +98,7 @@ class Choice:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
-        return text
+        return self.former.get(text, text)
 
 
 def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], str]:
@@ -296,7 +296,7 @@ def flag(
     """Declare a field of a settings class as a flag.
 
     Args:
-        type, default, help, more: attributes of `Flag`.
+        type, default, help, more: attributes of `Flag`; a `group` holds until the next one.
         names: its spellings with dashes, separated by spaces; that of the field by default.
     """
     declaration = {"type": type, "default": default, "help": help, "names": names, **more}
@@ -459,21 +459,25 @@ class ScriptParser(FlagParser, Generic[T]):
         self.kind, self.learning_rates = kind, learning_rates
         self.flags: dict[str, Flag] = {}
 
-    def declare_group(self, group: Any, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Declare the flags that a settings class adds to its bases.
+    def declare_fields(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Declare the fields of `kind` in groups: the first, those of its own, those of its base.
 
         Args:
-            group: the class; --help lists its fields below its `title`.
             changes: what differs from a field's declaration, by field.
         """
-        listed = self.add_argument_group(group.title)
-        for each in fields(group):
-            if each.metadata and each.name in group.__annotations__:
-                declaration = {**each.metadata, **changes.get(each.name, {})}
+        groups, title = dict[str, list[Any]](), ""
+        for each in fields(self.kind):  # type: ignore[arg-type]
+            title = each.metadata.get("group", title)
+            groups.setdefault(title, []).append(each)
+        own = [title for title in groups if groups[title][0].name in self.kind.__annotations__]
+        for title in dict.fromkeys([next(iter(groups)), *own, *groups]):
+            listed = self.add_argument_group(title)
+            for each in groups[title]:
+                declaration = {**each.metadata, **changes.get(each.name, {}), "group": title}
                 names = (declaration.pop("names") or f"--{each.name}").split()
                 if declaration["type"] is setting:
                     declaration |= {"nargs": "+", "metavar": "NAME=VALUE"}
-                self._add(listed, Flag(names, **declaration, group=group.title, dest=each.name))
+                self._add(listed, Flag(names, **declaration, dest=each.name))
 
     def _add(self, group: Any, flag: Flag) -> None:
         settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}

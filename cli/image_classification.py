@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mixup
-from cli.data import Data, Run, report_baseline, use_rows
+from cli.data import Data, Run, reading, report_baseline, use_rows
 from cli.factory import report_predictions
 from cli.flag_parser import ON, Choice, Scope, flag, number, own, setting, switch
 from cli.settings import Settings
@@ -21,6 +21,7 @@ from errors import InputError, refused_as
 from input_pipeline import csv_tables, image_batches, image_datasets, own_data
 from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
+from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -47,7 +48,6 @@ CHANGES = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **SM
 class ImageSettings(Settings):
     """What resnet50_test.py can be told."""
 
-    title = "images"
     datasets, mixing = list(AUGMENTATIONS), mixup.KINDS
     pretrained = {
         "batch_size": 16,
@@ -63,7 +63,7 @@ class ImageSettings(Settings):
     # fmt: off
     arch: str = flag(str, "resnet50", f"network: {', '.join(image_models.ARCHITECTURES)}, a "
         "classifier of torchvision, timm:NAME, or MODULE:FUNCTION, which makes your own",
-        metavar="NAME", common=True)
+        metavar="NAME", common=True, group="images")
     model_args: dict[str, Any] = flag(setting, {}, "settings of your own network", owner="arch")
     image_size: int = flag(number(int, 0, LARGEST_IMAGE_SIZE), 0, "pixels a side to which images "
         "are scaled; 0 is the data set's own size, for folder that of --weights, else 32",
@@ -121,11 +121,8 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             settings.data_dir,
             image_size=settings.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
-            classes=run.checkpoint.classes if run.checkpoint else (),
-            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
-            choice=csv_tables.ColumnChoice(
-                separator=settings.label_separator, group=settings.group_column
-            ),
+            choice=ColumnChoice(separator=settings.label_separator, group=settings.group_column),
+            **reading(settings, run),
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
     shown = {name: chosen[name].show for name in EVAL_SET_NAMES if name in chosen}
@@ -234,7 +231,6 @@ def create_model(
     """The model of --arch, channels_last, on its device.
 
     Args:
-        metadata: of the data.
         images: the training set, from whose pixels some networks take first weights.
     """
     arch, channels = settings.arch, metadata["channels"]
@@ -246,10 +242,7 @@ def create_model(
         for size in sorted(sizes):  # those of small_epochs are smaller
             image_models.checked(model, arch, channels=channels, image_size=size)
     model = model.to(run.world.device)
-    if settings.freeze:
-        with refused_as("--freeze"):
-            pretrained.freeze_all_but_classifier(model)
-    elif settings.freeze_norms:
+    if settings.freeze_norms and not settings.freeze:
         pretrained.hold_norms(model)
     if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))

@@ -11,6 +11,7 @@ flags of the resume, as defaults do.
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from distributed.world import under_torchrun
 from errors import InputError, did_you_mean, excerpt, refused_as
 from input_pipeline import hugging_face_data, own_data
 from models import own_parts
-from models.hugging_face import HF
+from models.hugging_face import HF, is_hf
 from optimizers.schedules import Schedule
 from training import checkpoint, run_folder
 from training.checkpoint import Checkpoint
@@ -78,8 +79,11 @@ def parse(
     for name, value in computed_defaults(flags, parser).items():
         if flags[name] is None:
             flags[name] = value
-    for flag in parser.flags.values():
-        flags[flag.dest] = present_name(flag, flags[flag.dest])
+    for flag in parser.flags.values():  # a checkpoint may have a choice that has gone
+        value = flags[flag.dest]
+        if isinstance(flag.type, Choice) and value is not None:
+            with refused_as(f"{flag.name} {value}: the checkpoint has it", (ArgumentTypeError,)):
+                flags[flag.dest] = flag.type(value)
     parser.complete(flags)
     if path is not None and flags["out"] is None:
         flags["out"] = str(path if path.is_dir() else path.parent)
@@ -115,35 +119,17 @@ def parse(
 def own_form(flags: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, str]:
     """The flags that read what a data set of Hugging Face is converted into; none for others.
 
-    Args:
-        flags: those that are given.
     Raises:
         InputError: it cannot be converted.
     """
     dataset = flags.get("dataset", "")
-    if not dataset.startswith(HF):
+    if not is_hf(dataset):
         return {}
     root = flags.get("data_dir", parser.flags["data_dir"].default)
     with refused_as(f"--dataset {dataset}", (InputError,)):
         folder = hugging_face_data.convert(dataset.removeprefix(HF), Path(root))
     own = next(name for name in own_data.DATASETS if name in parser.kind.datasets)
     return {"dataset": own, "data_dir": str(folder)}
-
-
-def present_name(flag: Flag, value: Any) -> Any:
-    """The value of a flag under the name that it has now, where a checkpoint has a former one.
-
-    Raises:
-        InputError: there is no such value any more.
-    """
-    choice = flag.type
-    if not isinstance(choice, Choice) or not isinstance(value, str) or value in choice:
-        return value
-    if (now := choice.former.get(value)) is None:
-        there_is = ", ".join(choice.names)
-        raise InputError(f"{flag.name} {value}: the checkpoint has it; now there is {there_is}")
-    print_once(f"{flag.name} {value} is {now} now")
-    return now
 
 
 def print_once(line: str) -> None:
@@ -225,11 +211,6 @@ def begins_with_weights(flags: Mapping[str, Any]) -> bool:
     return flags["weights"] is not None or is_hf(flags["arch"])
 
 
-def is_hf(arch: object) -> bool:
-    """Whether a network is an encoder of Hugging Face."""
-    return str(arch).startswith(HF)
-
-
 def uses_trained_model(flags: Mapping[str, Any]) -> bool:
     """Whether this invocation evaluates, predicts or exports, and does not train."""
     return any(flags[name] for name in INFERENCE)
@@ -242,30 +223,34 @@ def resume_path(flags: Mapping[str, Any], script: str) -> Path | None:
     one has failed or a node has joined, goes on with its own run by itself.
 
     Raises:
-        InputError: the two flags contradict each other, or the run has no such checkpoint.
+        InputError: the two flags contradict each other, or there is no run.
     """
     if not uses_trained_model(flags):
         folder = interrupted_run(flags, script)
         if folder is not None and checkpoint.latest_files(folder):
             return folder
-    given = flags["checkpoint"]
-    if given is None:
-        return None if flags["resume"] is None else run_path(flags, script)
-    if flags["resume"] is None and not uses_trained_model(flags):
+    given, resumed = flags["checkpoint"], flags["resume"]
+    if given is None and resumed is None:
+        return None
+    if resumed is None and not uses_trained_model(flags):
         raise InputError(
             f"--checkpoint {given}: nothing is to be done with it; add --evaluate, "
             "--predict or --export, or --resume to go on training"
         )
-    if given not in ("best", "last"):
-        if flags["resume"] is not None:
+    if given not in (None, "best", "last"):
+        if resumed is not None:
             raise InputError(
                 f"--checkpoint {given}: with --resume it is best or last; to use a file, "
                 "give it to one of the two flags and leave the other one out"
             )
         return Path(given)
-    run = run_path(flags, script)
-    folder = run.parent if run.suffix == ".pt" else run
-    return folder if given == "last" else folder / "best.pt"
+    run = resumed or flags["out"] or run_folder.latest_run(script)
+    if run is None:
+        flag = "--resume" if given is None else "--checkpoint"
+        reason = "with a checkpoint below runs/; name its folder with"
+        raise InputError(f"no run of {script} {reason} {flag} PATH")
+    folder = Path(run).parent if given and str(run).endswith(".pt") else Path(run)
+    return folder / "best.pt" if given == "best" else folder
 
 
 def interrupted_run(flags: Mapping[str, Any], script: str) -> Path | None:
@@ -278,20 +263,6 @@ def interrupted_run(flags: Mapping[str, Any], script: str) -> Path | None:
         return run_folder.latest_run(script, launcher=job) if job else None
     folder = Path(given).parent if Path(given).is_file() else Path(given)
     return folder if run_folder.is_run_of(job, folder) else None
-
-
-def run_path(flags: Mapping[str, Any], script: str) -> Path:
-    """What --resume names: its PATH, else --out, else the newest run.
-
-    Raises:
-        InputError: there is no run.
-    """
-    folder = flags["resume"] or flags["out"] or run_folder.latest_run(script)
-    if folder is None:
-        flag = "--resume" if flags["checkpoint"] is None else "--checkpoint"
-        reason = "with a checkpoint below runs/; name its folder with"
-        raise InputError(f"no run of {script} {reason} {flag} PATH")
-    return Path(folder)
 
 
 def recipe_path(recipe: str) -> Path:
@@ -320,7 +291,6 @@ def recipe_arguments(
     Args:
         recipe: a YAML file that maps names of flags to values, or the name of one of this
             project's recipes.
-        without: flags to leave out.
     Raises:
         InputError: unreadable, not a mapping, or a flag is wrong.
     """

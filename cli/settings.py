@@ -48,7 +48,7 @@ from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
 from mixup import FORMER_KINDS, mixup
-from models.hugging_face import HF
+from models.hugging_face import is_hf
 from models.own_parts import is_own
 from optimizers import schedules
 from optimizers.schedules import Schedule
@@ -74,11 +74,6 @@ def weights_of_classes(text: str) -> str | dict[str, float] | None:
     if not isinstance(entries, dict):
         raise ArgumentTypeError(f"{text} must hold lines of 'class: weight'")
     return {str(name): positive(str(weight)) for name, weight in entries.items()}
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether this is hf:NAME or hf:FOLDER."""
-    return text.startswith(HF) and text != HF
 
 
 def kth_fold(text: str) -> str:
@@ -137,13 +132,34 @@ BATCH_ARGS = {
 # A field of two lines would become one of eight.
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """Which rows a run trains and is evaluated on."""
+class Settings:
+    """What both scripts can be told, in groups; each has a subclass with flags of its own.
 
-    title = "data"
+    Attributes:
+        datasets: values of --dataset, the default first.
+        mixing: values of --mixup.
+        defaults: those in which the scripts differ, by field.
+        pretrained: defaults of a run that begins with pretrained weights.
+        frozen: the same with --freeze.
+        pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
+        model_flags: the fields that weights must share with the model that takes them.
+        holds_out: whether rows of the training set are the validation set, if it has no other.
+        views: how many views of a test sample outputs are averaged over.
+        repeats_samples: whether a training sample is the same in every epoch.
+        several_sizes: whether the shape of a sample changes during the run.
+    """
+
+    datasets: ClassVar[Sequence[str]]
+    mixing: ClassVar[Sequence[str]]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    pretrained: ClassVar[Mapping[str, Any]]
+    frozen: ClassVar[Mapping[str, Any]]
+    pretrained_lr: ClassVar[Mapping[str, float]]
+    model_flags: ClassVar[Sequence[str]]
 
     dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
-        "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True)
+        "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True,
+        group="data")
     data_dir: str = flag(path_text, "./data",
         "folder of the data sets, into which missing ones are downloaded (default $DATA_DIR, else "
         "./data)", metavar="DIR", scope=Scope.PLACE, common=True)
@@ -172,15 +188,8 @@ class DataSettings:
     workers: int | None = flag(natural, None, "processes that decode or augment images (default as "
         "many as --threads)", metavar="N", scope=Scope.NODE)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """How a model is trained, whatever the optimizer."""
-
-    title = "training"
-
     batch_size: int = flag(count, 128, "samples of a process in one forward and backward pass",
-        names="--bs --batch_size -b", metavar="N", common=True)
+        names="--bs --batch_size -b", metavar="N", common=True, group="training")
     epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")
@@ -202,17 +211,10 @@ class TrainingSettings:
     seed: int = flag(number(int, 0, 2 ** 32 - 1), 0, "seed of weights, order, augmentation and "
         "dropout", metavar="N", common=True)
 
-
-@dataclass(frozen=True, kw_only=True)
-class FineTuningSettings:
-    """What training begins with."""
-
-    title = "fine-tuning"
-
     weights: str | None = flag(path_text, None, "first weights, and the tokenizer of texts: a run "
         "folder or .pt file, a .safetensors or state_dict file, or for images DEFAULT, those of "
         "torchvision or timm; the classifier keeps classes of the same name (default random)",
-        metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True)
+        metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True, group="fine-tuning")
     head: str = flag(Choice(["probe", "random"]), "probe", "with --weights: a classifier of new "
         "classes begins as a logistic regression on what the network computes (probe, for images), "
         "or at random (for texts without --freeze)")
@@ -221,30 +223,17 @@ class FineTuningSettings:
     lora: int = flag(number(int, 0, 1024), 0, "rank of the updates of a frozen network (LoRA), "
         "with --weights or --arch hf:NAME; 0 trains it whole", metavar="RANK")
 
-
-@dataclass(frozen=True, kw_only=True)
-class MixingSettings:
-    """How samples are mixed."""
-
-    title = "mixing of samples"
-
     mixup: str = flag(Choice([]), "none", "how pairs of samples and of their labels "
-        "are mixed; --meta_learning stands for --mixup meta, which learns it", common=True)
+        "are mixed; --meta_learning stands for --mixup meta, which learns it", common=True,
+        group="mixing of samples")
     alpha: float = flag(positive, 0.99, "strength: weights are drawn from Beta(A, A)", metavar="A",
         only_with=[{"mixup": ON}], common=True)
     mixup_args: dict[str, Any] = flag(setting, {}, "how samples are mixed: end, a share of the "
         "epochs; weight of mixup and the classes' kinds; per_sample of mixup; held_out, a share of "
         "the rows, of meta", owner="mixup", parts=MIXUP_ARGS)
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """The optimizer and its own settings."""
-
-    title = "optimizer"
-
     optimizer: str = flag(Choice(OPTIMIZERS, also=is_own), "ngd", "optimizer; --ngd stands for "
-        "--optimizer ngd; MODULE:CLASS is your own, with --lr", common=True)
+        "--optimizer ngd; MODULE:CLASS is your own, with --lr", common=True, group="optimizer")
     lr: float = flag(positive, None, "learning rate", metavar="RATE", common=True)
     weight_decay: float = flag(not_negative, None, "decay of weights, times the learning rate, but "
         f"not of biases and norms (default {defaults_in_words('weight_decay')}; 0 for your own)",
@@ -259,28 +248,14 @@ class OptimizerSettings:
         "rank=16; docs/flags.md lists them", owner="optimizer",
         parts={name: own(choice.make, *choice.own) for name, choice in OPTIMIZERS.items()})
 
-
-@dataclass(frozen=True, kw_only=True)
-class SlambSettings:
-    """How much of the momentum SLAMB sends, in the first epochs and later."""
-
-    title = "SLAMB"
-
     compress_ratio: float = flag(fraction, 0.1, "share of the momentum that a step sends",
-        metavar="F", only_with=[users("compress_ratio")])
+        metavar="F", only_with=[users("compress_ratio")], group="SLAMB")
     compress_warmup: Sequence[float] = flag(fraction, [0.5, 0.5, 0.2],
         "these shares in the first epochs instead; none without a value", nargs="*", metavar="F",
         only_with=[users("compress_warmup")])
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
-    """The learning rate over the run."""
-
-    title = "learning rate"
-
     lr_schedule: str = flag(Choice(schedules.SCHEDULES), "cosine", "schedule; polynomial falls "
-        "linearly unless --lr_args power is given", common=True)
+        "linearly unless --lr_args power is given", common=True, group="learning rate")
     warmup: float = flag(not_negative, None, "epochs of a linear rise from 0 (default a tenth of "
         "the run, at most 5; 0 for onecycle and cyclic)", metavar="EPOCHS", common=True)
     gamma: float = flag(positive, 0.1, "factor of the rate at a change; inverse divides by 1 + F x "
@@ -297,15 +272,8 @@ class ScheduleSettings:
     base_bs: int = flag(count, 128, "global batch, in samples, for which --lr was tuned",
         metavar="N", only_with=[{"lr_scaling": ON}])
 
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedSettings:
-    """Where a run computes, and how."""
-
-    title = "speed and devices"
-
     device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, cuda:N, which all "
-        "processes share, or mps (Apple's GPU, not tested)", common=True)
+        "processes share, or mps (Apple's GPU, not tested)", common=True, group="speed and devices")
     precision: str = flag(Choice(PRECISIONS), "auto", "precision; auto is bf16 where the "
         "device has it, else fp16 on GPUs and fp32 on CPUs", common=True)
     deterministic: bool = flag(switch, False, "kernels that give the same bits in every run on a "
@@ -327,15 +295,8 @@ class SpeedSettings:
         [TimeLimits.start, TimeLimits.step], "seconds to wait for another process, up to the first "
         "step and in later ones", nargs=2, metavar="SECONDS", scope=Scope.HOW)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CommunicationSettings:
-    """What processes send each other."""
-
-    title = "communication"
-
     grad_compress: str = flag(Choice(FORMS), "none", "form in which gradients are sent; int8, int4 "
-        "and sign correct what they lose", only_with=[SEVERAL])
+        "and sign correct what they lose", only_with=[SEVERAL], group="communication")
     sync: str = flag(Choice(comm_hooks.SYNCS), "sync", "gradients averaged in each step (sync); "
         "weights averaged every --local_steps (local), also with momentum (diloco)",
         only_with=[SEVERAL, BY_DILOCO])
@@ -349,15 +310,8 @@ class CommunicationSettings:
     sync_args: dict[str, Any] = flag(setting, {}, "lr and momentum of diloco", owner="sync",
         parts={"diloco": own(DiLoCo, "lr", "momentum")})
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """How batches change during a run."""
-
-    title = "batches that change (sizes over all processes)"
-
     dynamic_batch: str = flag(Choice(RULES), "none", "rule by which the batch changes from epoch "
-        "to epoch", common=True)
+        "to epoch", common=True, group="batches that change (sizes over all processes)")
     noise_scale: bool = flag(switch, False, "log of the gradient noise scale after each epoch; a "
         "single process takes its batch in two halves")
     balance_workers: bool = flag(switch, False, "shares of the batch in proportion to speed",
@@ -371,15 +325,8 @@ class BatchSettings:
         "max=4096, factor=1.5 or lr=sqrt; replace_decay=true lets the batch grow where "
         "--lr_schedule would lower the rate", owner="dynamic_batch", parts=BATCH_ARGS)
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What a start of the script does, and what a run keeps."""
-
-    title = "run"
-
     out: str | None = flag(path_text, None, "run folder (default runs/SCRIPT-TIME)", metavar="DIR",
-        scope=Scope.OUTPUT, common=True)
+        scope=Scope.OUTPUT, common=True, group="run")
     resume: str | None = flag(path_text, None, "checkpoint or run folder to go on from; without "
         "PATH, --out or the newest run; auto: --out if it holds a checkpoint, else a new run",
         names="--resume -r", nargs="?", metavar="PATH|auto", common=True, scope=Scope.START)
@@ -409,48 +356,9 @@ class RunSettings:
     export: str | None = flag(output_file(EXPORT_SUFFIXES, overwrite=True), None,
         ".onnx or .pt2 file for the model of --checkpoint, or .safetensors for its weights",
         metavar="FILE", common=True, scope=Scope.START)
-# fmt: on
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(
-    DataSettings,
-    TrainingSettings,
-    FineTuningSettings,
-    MixingSettings,
-    OptimizerSettings,
-    SlambSettings,
-    ScheduleSettings,
-    SpeedSettings,
-    CommunicationSettings,
-    BatchSettings,
-    RunSettings,
-):
-    """What both scripts can be told; each has a subclass with flags of its own.
-
-    Attributes:
-        datasets: values of --dataset, the default first.
-        mixing: values of --mixup.
-        defaults: those in which the scripts differ, by field.
-        pretrained: defaults of a run that begins with pretrained weights.
-        frozen: the same with --freeze.
-        pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
-        model_flags: the fields that weights must share with the model that takes them.
-        holds_out: whether rows of the training set are the validation set, if it has no other.
-        views: how many views of a test sample outputs are averaged over.
-        repeats_samples: whether a training sample is the same in every epoch.
-        several_sizes: whether the shape of a sample changes during the run.
-    """
-
-    datasets: ClassVar[Sequence[str]]
-    mixing: ClassVar[Sequence[str]]
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    pretrained: ClassVar[Mapping[str, Any]]
-    frozen: ClassVar[Mapping[str, Any]]
-    pretrained_lr: ClassVar[Mapping[str, float]]
-    model_flags: ClassVar[Sequence[str]]
-
-    arch: str  # both scripts declare it
+    arch: str  # the first field that both scripts declare
+    # fmt: on
 
     @property
     def holds_out(self) -> bool:
@@ -478,22 +386,16 @@ def script_parser(
     """The flags of a script.
 
     Args:
-        description: the script's docstring.
-        kind: the settings that the flags become.
         learning_rates: defaults of --lr, by optimizer.
     """
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     changes: dict[str, dict[str, Any]] = {
-        "dataset": {"type": Choice(kind.datasets, also=is_hub_name), "default": kind.datasets[0]},
+        "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
         **{name: {"default": value} for name, value in kind.defaults.items()},
     }
     parser = ScriptParser(description, FOREIGN, kind, learning_rates)
-    data, *others = Settings.__bases__
-    own_groups = [each for each in kind.__mro__ if each not in Settings.__mro__]
-    for group in (data, *own_groups, *others):
-        if "title" in vars(group):
-            parser.declare_group(group, changes)
+    parser.declare_fields(changes)
     return parser

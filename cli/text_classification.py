@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 import mixup
-from cli.data import Data, Run, report_baseline, use_rows
+from cli.data import Data, Run, reading, report_baseline, use_rows
 from cli.factory import report_predictions
 from cli.flag_parser import OFF, ON, Choice, below_one, flag, number, own, setting
 from cli.settings import Settings
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
-from errors import InputError, refused_as
+from errors import InputError, in_one_line, refused_as
 from input_pipeline import own_data, text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import PAD, TextDataset
-from models import own_parts, pretrained
-from models.hugging_face import HF, Encoder
+from models import own_parts
+from models.hugging_face import HF, Encoder, is_hf
 from models.pretrained import SavedModel
 from models.transformer import Transformer
 from training.card import TextCard
@@ -39,37 +39,15 @@ OF_CSV = [{"dataset": ("csv",)}]
 
 def architecture(text: str) -> str:
     """An argparse type: a value of --arch."""
-    if text == "transformer" or text.startswith(HF) or own_parts.is_own(text):
+    if text == "transformer" or is_hf(text) or own_parts.is_own(text):
         return text
     raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerSettings:
-    """The network of this project."""
-
-    title = "Transformer"
-
-    # fmt: off
-    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "
-        "of your own network", owner="arch",
-        parts={"transformer": own(Transformer, "width", "depth", "heads", "mlp_width")})
-    dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
-        "dropped", metavar="F", only_with=[OURS])
-    token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
-        only_with=[OURS])
-    mix_at: str = flag(Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
-        "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
-    prior: str = flag(Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, "
-        "counted on the training set, that are added to the logits", only_with=[OURS])
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSettings(Settings, TransformerSettings):
+class TextSettings(Settings):
     """What transformer_test.py can be told."""
 
-    title = "texts"
     datasets, mixing = ["agnews", "headlines", "csv"], mixup.TEXT_KINDS
     defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4}
     pretrained = {"batch_size": 8, "epochs": 5, "lr_schedule": "polynomial", "head": "random"}
@@ -80,7 +58,7 @@ class TextSettings(Settings, TransformerSettings):
     # fmt: off
     arch: str = flag(architecture, "transformer", "network: transformer; or hf:NAME or "
         "hf:FOLDER, an encoder of Hugging Face with its tokenizer; or MODULE:FUNCTION, which makes "
-        "your own", metavar="NAME", common=True)
+        "your own", metavar="NAME", common=True, group="texts")
     tokenizer: str = flag(Choice(tokenization.TOKENIZERS), "wordpiece",
         "how texts are split into tokens, learned on the training set", only_with=[NEW])
     vocab_size: int = flag(number(int, 300), 30_000, "most tokens that are told apart", metavar="N",
@@ -92,6 +70,18 @@ class TextSettings(Settings, TransformerSettings):
         common=True)
     text_column: Sequence[str] = flag(str, [], "columns of the texts of csv (default found by "
         "name, else all others)", nargs="+", metavar="COLUMN", only_with=OF_CSV, common=True)
+    model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "
+        "of your own network", owner="arch",
+        parts={"transformer": own(Transformer, "width", "depth", "heads", "mlp_width")},
+        group="Transformer")
+    dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
+        "dropped", metavar="F", only_with=[OURS])
+    token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
+        only_with=[OURS])
+    mix_at: str = flag(Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
+        "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])
+    prior: str = flag(Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, "
+        "counted on the training set, that are added to the logits", only_with=[OURS])
     # fmt: on
 
 
@@ -115,9 +105,8 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
                 settings.label_separator,
                 settings.group_column,
             ),
-            classes=run.checkpoint.classes if run.checkpoint else (),
             trained=trained_columns(run.checkpoint),
-            enough=["test", "val"] * settings.evaluate + ["train"] * settings.holds_out,
+            **reading(settings, run),
         ),
     )
     chosen, fingerprint = use_rows(settings, run, splits, classes)
@@ -128,11 +117,9 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
         encoder = run.checkpoint.metadata["encoder"]
     elif saved is not None:
         encoder = saved.encoder
-        try:
+        problem, advice = "holds no tokenizer", "; give a run of transformer_test.py"
+        with in_one_line(f"--weights {settings.weights}: {problem}", advice):
             tokenizer = tokenization.load_tokenizer(saved.tokenizer)
-        except Exception:  # the library raises nothing more special
-            reason = "holds no tokenizer; give a run of transformer_test.py"
-            raise InputError(f"--weights {settings.weights}: {reason}") from None
     else:
         trained = ""
         if run.world.is_main:
@@ -199,13 +186,6 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
             model.check(texts, mixed=False)
         with refused_as(f"--mix_at {settings.mix_at}"):
             model.check(texts, mixed=True)
-    if settings.freeze and isinstance(model, Encoder):
-        model.model.base_model.requires_grad_(False)
-        pretrained.hold_frozen(model)
-    elif settings.lora and isinstance(model, Encoder):
-        model.model.base_model.requires_grad_(False)
-    elif settings.freeze:
-        pretrained.freeze_all_but_classifier(model)
     return model.to(run.world.device)
 
 

@@ -62,7 +62,7 @@ def page_with_flags(page: str) -> str:
     rows += ["", "| with `--weights` or `--arch hf:` | defaults |", "| --- | --- |"]
     for script in (resnet50_test, transformer_test):
         parser = script.parser()
-        kind, settings = parser.kind.title, parser.kind
+        kind, settings = parser.flags["arch"].group, parser.kind
         rates = ", ".join(f"{rate:g} for {name}" for name, rate in settings.pretrained_lr.items())
         others = [f"`{parser.words(name, value)}`" for name, value in settings.pretrained.items()]
         rows.append(f"| {kind} | {', '.join(others)}; `--lr` {rates}, else a tenth |")

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -185,7 +185,6 @@ class RowChanges:
         """Read and change the image of a row; torch's own generator stays as it was.
 
         Args:
-            row: its number.
             read_image: called with None, or with a function of the image that draws the (left, top,
                 right, bottom) of the part to be read.
         """
@@ -203,15 +202,10 @@ class RowChanges:
     def _crop(self, row: int, image: Image.Image) -> Image.Image:
         """Crop and flip an image as `Augmentation.crop` does."""
         crops = draw_crops(self.augmentation, self.num_rows, seed=self.seed, epoch=self.epoch)
-        (top, left), flip = (each[row].tolist() for each in crops)
-        pad, (width, height) = self.augmentation.pad, image.size
-        if self.augmentation.fill == "reflect":
-            pixels = np.array(image)
-            sides = [(pad, pad), (pad, pad), (0, 0)][: pixels.ndim]
-            image, pad = Image.fromarray(np.pad(pixels, sides, mode="reflect")), 0
-        left, top = left - pad, top - pad
-        image = image.crop((left, top, left + width, top + height))  # black outside
-        return ImageOps.mirror(image) if flip else image
+        pixels = torch.from_numpy(np.array(image))
+        batch = pixels.view(1, *pixels.shape[:2], -1)
+        changed = self.augmentation.crop(batch, *(each[row : row + 1] for each in crops))
+        return Image.fromarray(changed.view(pixels.shape).numpy())
 
     def _draw_part(self, image: Image.Image) -> tuple[int, int, int, int]:
         from torchvision.transforms import v2

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError, first_line, needing
+from errors import InputError, in_one_line, needing
 from input_pipeline.own_data import list_names, normal_form, shorten
 
 Rows = Iterator[tuple[int, list[str]]]  # the number of each row in its file, and its columns
@@ -72,7 +72,6 @@ class CsvTable:
     """A file, and which of its columns are read as what.
 
     Attributes:
-        path: the file.
         header: the names of the columns; empty where the file has no header row.
         label, texts: positions of the label and of the texts in a row, from 0 on.
         read: begins to read the rows, the header among them.
@@ -87,18 +86,23 @@ class CsvTable:
     separator: str | None = None
     known: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the labels of each cell
 
-    def labels_of(self, number: int, row: Sequence[str]) -> tuple[str, ...]:
+    def labels_of(
+        self, number: int, row: Sequence[str], classes: Mapping[str, int] | None = None
+    ) -> tuple[str, ...]:
         """Return the labels of a row, of which there is one unless they have a separator.
 
         Args:
             number: of the row in the file.
+            classes: numbers of those that there may be; None or empty where all are taken.
         Raises:
-            InputError: it has none, and needs one.
+            InputError: it has none, and needs one; or one is not known.
         """
         cell = row[self.label]
         if cell not in self.known:  # rows of the same labels share the names
             parts = [cell] if self.separator is None else cell.split(self.separator)
             self.known[cell] = tuple(filter(None, map(normal_form, parts)))
+            for label in self.known[cell] if classes else ():
+                class_number(label, classes or {}, path=self.path, row=number)
         if not self.known[cell] and self.separator is None:
             raise InputError(
                 f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
@@ -209,7 +213,6 @@ def open_table(
     Args:
         path: the file, in UTF-8. Tabs separate the columns of a .tsv file; of a .csv file it is the
             first comma, semicolon, tab or vertical bar. A line of a .jsonl file is an object.
-        choice: the columns that the user named.
         train: the training file, whose columns another file must have.
         trained: names of a trained model's columns, chosen where the first row has its texts' once;
             some of them will do for texts to classify.
@@ -266,8 +269,19 @@ def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int
     return numbers[label]
 
 
-def multi_hot(labels: Sequence[Sequence[str]], numbers: Mapping[str, int]) -> Tensor:
-    """Return (rows, classes) uint8: 1 where a row has the label of the class, else 0."""
+def class_numbers(classes: Sequence[str]) -> dict[str, int]:
+    """Return the number of each class by its name in the form in which names are compared."""
+    return {normal_form(name): number for number, name in enumerate(classes)}
+
+
+def numbered(labels: Sequence[Sequence[str]], classes: Sequence[str], *, several: bool) -> Tensor:
+    """Return the class number of each row, (rows,) int64.
+
+    Of `several` labels a row (rows, classes) uint8: 1 where it has the label of the class, else 0.
+    """
+    numbers = class_numbers(classes)
+    if not several:
+        return torch.tensor([numbers[name] for (name,) in labels])
     targets = torch.zeros(len(labels), len(numbers), dtype=torch.uint8)
     for row, names in zip(targets.numpy(), labels):
         row[[numbers[name] for name in names]] = 1
@@ -334,8 +348,6 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
     and there a quote is an ordinary character.
 
     Args:
-        path: the file.
-        separator: of the columns.
         columns: that each row must have; 0 is as many as the first row, at least `least`.
     Raises:
         InputError: the file is missing, empty or broken, or a row has another number of columns.
@@ -385,10 +397,8 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(utf8_lines(path), 1):
         if not line.strip():
             continue
-        try:
+        with in_one_line(f"{path}, row {number}: is not JSON", "; correct it"):
             value = json.loads(line.rstrip(), parse_constant=lambda name: None)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, row {number}: is not JSON ({error}); correct it") from None
         if not isinstance(value, dict):
             raise InputError(f"{path}, row {number}: is not a JSON object")
         yield number, value
@@ -404,19 +414,15 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     with needing(f"{path}", "pyarrow"):
         from pyarrow import parquet
-    try:
-        with open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
-            known = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
-            features = known.get("info", {}).get("features", {})
-            kinds = {name: each.get("feature", each) for name, each in features.items()}
-            names = {n: each["names"] for n, each in kinds.items() if each["_type"] == "ClassLabel"}
-            batches = (batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
-            for number, row in enumerate(chain.from_iterable(batches), 1):
-                yield number, row | {name: named(row[name], names[name]) for name in names}
-    except Exception as error:  # of pyarrow there are many kinds
-        raise InputError(
-            f"{path} cannot be read as parquet ({first_line(error)}); write it again"
-        ) from None
+    broken = in_one_line(f"{path} cannot be read as parquet", "; write it again")
+    with broken, open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
+        known = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
+        features = known.get("info", {}).get("features", {})
+        kinds = {name: each.get("feature", each) for name, each in features.items()}
+        names = {n: each["names"] for n, each in kinds.items() if each["_type"] == "ClassLabel"}
+        batches = (batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
+        for number, row in enumerate(chain.from_iterable(batches), 1):
+            yield number, row | {name: named(row[name], names[name]) for name in names}
 
 
 def named(value: Any, classes: Sequence[str]) -> Any:

@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from distributed.waiting import named_wait
-from errors import InputError, first_line, needing
+from errors import InputError, in_one_line, needing
 from input_pipeline.csv_tables import normalise
 from input_pipeline.own_data import SPLIT_NAMES, list_names
 
 OF_SAVE_TO_DISK = ("dataset_dict.json", "state.json")  # one of them is in a folder that it wrote
 JPEG = b"\xff\xd8"  # begins the files; others are told by their names, or taken for PNG
+ADVICE = (
+    "; check the name and the network, or give a folder of save_to_disk, or of parquet, csv or "
+    "jsonl files"
+)
 NO_CLASS = [-1]  # the labels of a test set that its authors keep to themselves
 
 
@@ -58,16 +62,10 @@ def convert(name: str, root: Path) -> Path:
         print(f"{name} becomes own data in {made}; delete that to convert it anew", flush=True)
         try:
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-            write_splits(load(name, source, cache), part, source)
-            os.sync()
-            part.rename(made)
-        except InputError:
-            raise
-        except Exception as error:  # of many kinds
-            raise InputError(
-                f"cannot be loaded ({first_line(error)}); check the name and the network, or give "
-                "a folder of save_to_disk, or of parquet, csv or jsonl files"
-            ) from None
+            with in_one_line("cannot be loaded", ADVICE):
+                write_splits(load(name, source, cache), part, source)
+                os.sync()
+                part.rename(made)
         finally:
             shutil.rmtree(part, ignore_errors=True)
             shutil.rmtree(cache, ignore_errors=True)
@@ -78,7 +76,6 @@ def load(name: str, source: Path, cache: Path) -> Mapping[str, Any]:
     """Return the splits of a data set as `datasets.Dataset`, by their names.
 
     Args:
-        name: as of `convert`.
         source: its path, which is there where it is a folder.
         cache: a folder for what `datasets` writes while it reads files.
     """
@@ -124,7 +121,6 @@ def with_image_files(split: Any, folder: Path, source: Path) -> Any:
     """Return a split whose images, if it has any, are files with their paths in column `image`.
 
     Args:
-        split: a `datasets.Dataset`.
         folder: receives images whose bytes are in the split; it is two folders below the table.
         source: as of `write_splits`.
     """

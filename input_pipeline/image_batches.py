@@ -35,7 +35,7 @@ from distributed.agreement import node_memory, raise_together
 from distributed.waiting import named_stalls
 from distributed.worker import end_with_parent
 from distributed.world import World
-from errors import STOP_SIGNALS, InputError
+from errors import STOP_SIGNALS, InputError, in_one_line
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
 from input_pipeline.image_datasets import ImageSplit
 
@@ -45,8 +45,6 @@ STATISTICS_PIXELS = 1 << 20  # pixels that a worker reads at a time
 DECODE_ROWS = 256  # images that the workers decode at a time when all are made resident
 CACHE_BYTES = 1 << 20  # of resident pixels that are cropped at a time on a CPU
 SERIAL_VALUES = 32_767  # of which torch's threads, which wait actively, do not divide the work
-SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_MEMORY = 1 << 20  # bytes
 STATES = {"D": " (waits for a disk)", "T": " (is stopped)"}  # as in proc(5)
 MEMORY_FRACTION = 4  # a split may take a quarter of the free memory
 
@@ -55,12 +53,10 @@ class ImageDataset:
     """The images of one split, resident on the device or streamed from files by worker processes.
 
     Args:
-        images: the split.
         augmentation: applied to batches of a training epoch.
         mean: mean of each channel, of pixel values in 0..1.
         std: standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
-        seed: seed of the augmentation.
         decoder: decodes files; None decodes them in this process.
         resident: keep all pixels on the device; otherwise workers read images in every epoch, as
             `Augmentation.by_row` needs it.
@@ -103,7 +99,6 @@ class ImageDataset:
         """Yield (images, labels) for each entry of `row_batches`, see `BatchedDataset`.
 
         Args:
-            row_batches: row numbers of each batch.
             epoch: number of the training epoch; None gives images without augmentation.
         Yields:
             images: (batch, channels, height, width) fp32 in channels_last.
@@ -241,13 +236,6 @@ class FileDecoder:
         Raises:
             InputError: the workers cannot be started.
         """
-        if self.workers and SHARED_MEMORY.exists():
-            place = os.statvfs(SHARED_MEMORY)
-            if place.f_bavail * place.f_frsize < LEAST_SHARED_MEMORY:
-                raise InputError(
-                    f"{SHARED_MEMORY}, through which processes that read images send pixels, has "
-                    "less than 1 MiB left; make it larger, or read without such processes"
-                )
         tasks = Tasks()
         loader = DataLoader(
             tasks,
@@ -263,13 +251,10 @@ class FileDecoder:
         # Blocked before the fork, so that threads which a library starts at it inherit the mask.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         others = multiprocessing.active_children()
+        problem = "the processes that read images cannot be started"
         try:
-            iter(loader)
-        except OSError as error:  # of processes, or of what they share
-            raise InputError(
-                f"the processes that read images cannot be started ({error.strerror}): make room "
-                f"in {SHARED_MEMORY}, or read without them"
-            ) from None
+            with in_one_line(problem, ": make room in /dev/shm, or read without them", (OSError,)):
+                iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         own = set(multiprocessing.active_children()).difference(others)
@@ -311,8 +296,6 @@ class FileDecoder:
         """Yield (rows, parts of their pixels) for each entry of `row_batches`, in the same order.
 
         Args:
-            images: the split.
-            row_batches: row numbers of each batch.
             changes: random ones of the images, by the workers.
         Raises:
             InputError: a file cannot be read.
@@ -383,7 +366,6 @@ def decode_on_node(
     Args:
         images: the split; pixels that are in memory already are left alone.
         decoder: decodes this process's part.
-        world: the ranks.
         keep: whether to decode; the value of the node's first process counts.
     Returns:
         The split, with its pixels if they were decoded.

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import get_worker_info
 
-from errors import InputError, first_line
+from errors import InputError, in_one_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.csv_tables import (
     LABEL_NAMES,
@@ -35,15 +35,15 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    class_number,
-    multi_hot,
+    class_numbers,
     normalise,
+    numbered,
     sort_classes,
     table_reader,
 )
 from input_pipeline.own_data import (
     LeftOut,
-    find_splits,
+    check_no_own,
     is_hidden,
     is_used,
     list_files,
@@ -190,24 +190,18 @@ def read_torchvision(name: str, data_dir: str) -> tuple[dict[str, ImageSplit], l
     dataset_class = {"cifar10": datasets.CIFAR10, "mnist": datasets.MNIST}[name]
     folder = Path(data_dir) / TORCHVISION_FOLDERS[name]
     is_missing = not folder.is_dir() or not any(folder.iterdir())
-    if is_missing and "train" in (own := find_splits(Path(data_dir))):
-        raise InputError(
-            f"{folder} is missing, and there is {own['train']}: for images of your own add "
-            "--dataset folder, else give another --data_dir"
-        )
+    if is_missing:
+        kind = "images of your own add --dataset folder"
+        check_no_own(Path(data_dir), folder, ("",), kind=kind)
     splits, classes = {}, []
     for part in ("train", "test"):
-        try:
+        state = "is missing and could not be downloaded" if is_missing else "is damaged"
+        advice = f": put the official {name} files there (python version), or run with --dataset"
+        with in_one_line(f"{folder} {state}", f"{advice} digits", READ_ERRORS):
             data = dataset_class(root=data_dir, train=part == "train", download=is_missing)
             pixels = torch.as_tensor(np.ascontiguousarray(data.data))  # a transposed view
             labels = torch.as_tensor(data.targets)
             classes = list(data.classes)
-        except READ_ERRORS as error:
-            state = "is missing and could not be downloaded" if is_missing else "is damaged"
-            raise InputError(
-                f"{folder} {state} ({first_line(error)}): put the official {name} "
-                "files there (python version), or run with --dataset digits"
-            ) from None
         splits[part] = ImageSplit(labels, pixels if pixels.ndim == 4 else pixels.unsqueeze(-1))
     return splits, classes
 
@@ -249,11 +243,9 @@ def read_folder(
     training set alone.
 
     Args:
-        root: the folder.
         size: pixels a side to which images are scaled and cropped.
         classes: of a trained model; empty to take the names of the folders in train/, or the
             labels of train.csv, sorted.
-        enough: see `needed_splits`.
         choice: the separator of several labels, and the column of the groups, of which the usual
             ones are not chosen; without a table `IN_FOLDERS`.
     Returns:
@@ -324,22 +316,17 @@ def list_table(table: CsvTable, classes: Sequence[str], *, size: int) -> ImageSp
     Raises:
         InputError: a row is broken, its label is unknown, or its image is missing.
     """
-    numbers = {normal_form(name): number for number, name in enumerate(classes)}
+    numbers = class_numbers(classes)
     labels, files = [], []
     for number, row in table.rows():
-        labels.append(table.labels_of(number, row))
-        for label in labels[-1]:
-            class_number(label, numbers, path=table.path, row=number)
+        labels.append(table.labels_of(number, row, numbers))
         files.append(os.path.join(table.path.parent, row[table.texts[0]].strip()))
         if not os.path.isfile(files[-1]):
             raise InputError(
                 f"{table.path}, row {number}: there is no image {files[-1]}; correct the path, "
                 "which is relative to the table, or delete the row"
             )
-    if table.separator is None:
-        found = torch.tensor([numbers[name] for (name,) in labels])
-    else:
-        found = multi_hot(labels, numbers)
+    found = numbered(labels, classes, several=table.separator is not None)
     return ImageSplit(found, files=paths_array(files), size=size, notes=(table.describe("image"),))
 
 
@@ -349,7 +336,6 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
     A class has several folders if their names differ in nothing but the form of their characters.
 
     Args:
-        folder: of a split.
         left_out: counts other folders, images beside the folders and links to nothing.
     """
     by_class: dict[str, list[Path]] = {}
@@ -479,31 +465,25 @@ def read_image(
         InputError: the file cannot be read, has no pixels, or those are floats or 32-bit integers.
     """
     path = os.fsdecode(source) if isinstance(source, bytes) else "pixels"
-    try:
-        with open_image(source) as image:
-            at_least = (2 if draw_part is None else 4) * size
-            image.draft(None, (at_least, at_least))  # does nothing unless it is a JPEG file
-            image.load()
-            with contextlib.suppress(Exception):  # of damaged metadata beside sound pixels
-                ImageOps.exif_transpose(image, in_place=True)
-            side = min(image.size)
-            if not side:
-                raise ValueError("it has no pixels")
-            left, top = ((length - side) // 2 for length in image.size)
-            square = left, top, left + side, top + side
-            part = image.crop(draw_part(image) if draw_part else square)
-            part = to_8_bits(part, path, file_format=image.format)
-            if part.has_transparency_data:
-                white = Image.new("RGBA", part.size, "white")
-                part = Image.alpha_composite(white, part.convert("RGBA"))
-            part = part.convert("RGB" if channels == 3 else "L")
-            return part.resize((size, size), Image.Resampling[interpolation.upper()])
-    except InputError:
-        raise
-    except Exception as error:  # Pillow raises nearly all of them for damaged files
-        raise InputError(
-            f"{path}: not a readable image ({str(error)[:80]}); replace or delete it"
-        ) from None
+    advice = "; replace or delete it"
+    with in_one_line(f"{path}: not a readable image", advice), open_image(source) as image:
+        at_least = (2 if draw_part is None else 4) * size
+        image.draft(None, (at_least, at_least))  # does nothing unless it is a JPEG file
+        image.load()
+        with contextlib.suppress(Exception):  # of damaged metadata beside sound pixels
+            ImageOps.exif_transpose(image, in_place=True)
+        side = min(image.size)
+        if not side:
+            raise ValueError("it has no pixels")
+        left, top = ((length - side) // 2 for length in image.size)
+        square = left, top, left + side, top + side
+        part = image.crop(draw_part(image) if draw_part else square)
+        part = to_8_bits(part, path, file_format=image.format)
+        if part.has_transparency_data:
+            white = Image.new("RGBA", part.size, "white")
+            part = Image.alpha_composite(white, part.convert("RGBA"))
+        part = part.convert("RGB" if channels == 3 else "L")
+        return part.resize((size, size), Image.Resampling[interpolation.upper()])
 
 
 def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) -> Image.Image:

@@ -45,7 +45,6 @@ class LeftOut:
     """Counts the files and folders that a reader does not use.
 
     Attributes:
-        root: the folder that is read.
         paths: how many are left out for each reason, and the first of them.
     """
 
@@ -84,7 +83,6 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     """Find the splits that a folder of own data holds.
 
     Args:
-        root: the folder.
         suffixes: of the files, in lower case; "" for folders, beside which a file comes first.
     Returns:
         The paths of 'train', 'test' and 'val', as far as they are there, in this order.
@@ -115,13 +113,26 @@ def find_splits(root: Path, suffixes: Sequence[str] = ("",)) -> dict[str, Path]:
     return paths
 
 
+def check_no_own(root: Path, missing: Path, suffixes: Sequence[str], *, kind: str) -> None:
+    """Refuse a folder that has data of one's own in the place of a known data set.
+
+    Args:
+        missing: the folder of the data set.
+        kind: of the own data, such as 'texts of your own add --dataset csv'.
+    """
+    if "train" in (own := find_splits(root, suffixes)):
+        raise InputError(
+            f"{missing} is missing, and there is {own['train']}: for {kind}, else give another "
+            "--data_dir"
+        )
+
+
 def needed_splits(
     root: Path, suffixes: Sequence[str] = ("",), *, enough: Sequence[str] = ()
 ) -> dict[str, Path]:
     """Find the splits as `find_splits` does, and check that there are those that a run needs.
 
     Args:
-        root, suffixes: as of `find_splits`.
         enough: splits of which one may be there alone; it is the training set as well. That may be
             `root` itself, without any split, where splits are folders.
     Raises:
@@ -207,7 +218,6 @@ def expand_files(
     """Return the files to classify: those below a folder, sorted, or the path if it is a file.
 
     Args:
-        path: the file or folder.
         suffixes: of the files below a folder, in lower case, with their dots.
         what: those files, for the error message.
     Returns:
@@ -251,7 +261,6 @@ def class_table(classes: Sequence[str], labels: Mapping[str, Sequence[int]]) -> 
     """Show the classes of a data set and how many rows of each are in every split.
 
     Args:
-        classes: names of the classes.
         labels: the class number of each row, by the name of the split.
     Returns:
         The lines of a table, shortened after 20 classes; and a line for each split that lacks some

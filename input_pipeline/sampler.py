@@ -61,7 +61,6 @@ class Sampler:
         """Draw the batches of one epoch, in which no row occurs twice unless classes are balanced.
 
         Args:
-            epoch: number of the epoch.
             sizes: rows of each global batch, as `batch_sizes` returns them: the full ones first.
                 Where rows are sorted by length, they come in another order.
         Returns:
@@ -177,7 +176,6 @@ def stratified_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tens
     Args:
         labels: (rows,) class numbers.
         fraction: the fraction to draw, in (0, 1].
-        seed: seed of the draw.
     Returns:
         (drawn rows, all other rows), both sorted.
     """
@@ -196,8 +194,6 @@ def fold_of_rows(labels: Tensor, folds: int, *, seed: int, groups: Sequence[str]
 
     Args:
         labels: (rows,) class numbers.
-        folds: their number.
-        seed: seed of the draw.
         groups: of each row what it belongs to, which comes into one fold; () where rows do not.
     Returns:
         (rows,) int64, the fold of each row from 0 on.

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from errors import InputError
+from errors import in_one_line
 
 
 class NodeFile:
@@ -37,13 +37,10 @@ class NodeFile:
         Raises:
             InputError: the disk is full.
         """
-        try:
+        advice = "; make room there, or set TMPDIR to a folder of a larger disk"
+        problem = f"{tempfile.gettempdir()}: the texts could not be written"
+        with in_one_line(problem, advice, (OSError,)):
             return self.file.write(data)
-        except OSError as error:
-            raise InputError(
-                f"{tempfile.gettempdir()}: the texts could not be written ({error.strerror}); make "
-                "room there, or set TMPDIR to a folder of a larger disk"
-            ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.file.flush()

@@ -35,8 +35,6 @@ class TextDataset:
     Other processes of the node can load a pickle of it, and then share the file.
 
     Args:
-        split: labels and texts.
-        tokenizer: a trained tokenizer.
         max_len: number of tokens kept of a row, [CLS] included.
         pad: id of the tokens behind the end of a row.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from errors import InputError
+from errors import InputError, in_one_line
 from input_pipeline.csv_tables import (
     LABEL_NAMES,
     NO_CHOICE,
@@ -32,16 +32,17 @@ from input_pipeline.csv_tables import (
     ColumnChoice,
     CsvTable,
     class_number,
-    multi_hot,
+    class_numbers,
     normalise,
+    numbered,
     open_table,
     read_rows,
     sort_classes,
     utf8_lines,
 )
 from input_pipeline.own_data import (
+    check_no_own,
     expand_files,
-    find_splits,
     list_names,
     needed_splits,
     normal_form,
@@ -190,14 +191,10 @@ def read_own_csv(
     enough: Sequence[str] = (),
     trained: ColumnChoice = NO_CHOICE,
 ) -> tuple[dict[str, TextSplit], list[str]]:
-    """Read csv or tsv files of own data: train, test, and val or validation.
+    """Read the files of own data for `read_text_splits`.
 
     Args:
-        folder: contains the files.
-        choice: the columns that the user chose; others are found by name or position.
-        classes: of a trained model; empty to take the labels of the training file.
-        trained: names of its columns, which are taken where a file has all its texts'.
-        enough: see `needed_splits`.
+        trained: names of a trained model's columns, taken where a file has all its texts'.
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
@@ -208,12 +205,9 @@ def read_own_csv(
     for split, path in paths.items():
         table = open_table(path, choice, train=train, trained=trained)
         train = train or table
-        numbers = {normal_form(name): number for number, name in enumerate(names)}
-        labels, texts, empty = [], StoredTexts(), []
+        numbers, labels, texts, empty = class_numbers(names), [], StoredTexts(), []
         for number, row in table.rows():
-            labels.append(table.labels_of(number, row))
-            for label in labels[-1] if names else ():
-                class_number(label, numbers, path=path, row=number)
+            labels.append(table.labels_of(number, row, numbers))
             texts.append(clean_text(" ".join(row[i] for i in table.texts)))
             if not texts.sizes[-1]:
                 empty.append(number)
@@ -227,15 +221,16 @@ def read_own_csv(
             )
         is_chosen = choice.label is not None and bool(choice.texts)
         names = names or name_classes(labels, texts, table, is_chosen=is_chosen)
-        numbers = {normal_form(name): number for number, name in enumerate(names)}
         columns = NO_CHOICE
         if header := table.header:
             columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
-        is_multilabel = choice.separator is not None
-        numbered = multi_hot(labels, numbers) if is_multilabel else [numbers[n] for (n,) in labels]
+        several = choice.separator is not None
+        found = numbered(labels, names, several=several)
         has_groups = choice.group and split == "train" and [*paths.values()].count(path) == 1
         groups = table.groups(choice.group) if has_groups and choice.group else ()
-        splits[split] = TextSplit(numbered, texts, tuple(notes), columns, groups)
+        splits[split] = TextSplit(
+            found if several else found.tolist(), texts, tuple(notes), columns, groups
+        )
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
 
@@ -246,8 +241,6 @@ def name_classes(
     """Return the classes of own data: the different labels of the training file, sorted.
 
     Args:
-        labels, texts: of each row.
-        table: the file, for messages.
         is_chosen: whether the user chose the columns of label and text.
     Raises:
         InputError: the labels are not those of a classification, or one seems to be from a header:
@@ -296,21 +289,16 @@ def download_agnews(folder: Path, file: str) -> None:
     Raises:
         InputError: the download failed, or the folder is that of own texts.
     """
-    if "train" in (own := find_splits(folder.parent, SUFFIXES)):
-        raise InputError(
-            f"{folder} is missing, and there is {own['train']}: for texts of your own add "
-            "--dataset csv, else give another --data_dir"
-        )
-    try:
+    check_no_own(folder.parent, folder, SUFFIXES, kind="texts of your own add --dataset csv")
+    problem = f"{folder / file} is missing and could not be downloaded"
+    advice = (
+        ": fetch train.csv and test.csv of AG News (class, title, description) and put them in "
+        f"{folder}, or run with --dataset headlines"
+    )
+    with in_one_line(problem, advice, (OSError, RuntimeError)):  # of another checksum
         folder.mkdir(parents=True, exist_ok=True)
         urllib.request.urlopen(AGNEWS_URL + file, timeout=20).close()  # torch has no time limit
         torch.hub.download_url_to_file(AGNEWS_URL + file, str(folder / file), AGNEWS_FILES[file])
-    except (OSError, RuntimeError) as error:  # of another checksum
-        raise InputError(
-            f"{folder / file} is missing and could not be downloaded ({error}): fetch train.csv "
-            f"and test.csv of AG News (class, title, description) and put them in {folder}, "
-            "or run with --dataset headlines"
-        ) from None
 
 
 def read_text_files(

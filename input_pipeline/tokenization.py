@@ -43,7 +43,6 @@ def train_tokenizer(texts: Sequence[str], kind: str, *, vocab_size: int) -> AnyT
     [CLS].
 
     Args:
-        texts: the texts of the training split.
         kind: one of `TOKENIZERS`.
         vocab_size: number of tokens at most, special tokens included.
     Raises:

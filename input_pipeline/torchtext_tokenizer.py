@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from errors import InputError, first_line
+from errors import in_one_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 UNKNOWN, CLS = 1, 2  # ids of two special tokens
@@ -81,15 +81,11 @@ def _require_torchtext() -> ModuleType:
     Raises:
         InputError: it is not there, or is built for another torch; the message says what to do.
     """
-    try:
+    problem = "--tokenizer torchtext: torchtext does not load"
+    with in_one_line(problem, f": {INSTALL_HINT}; or use --tokenizer wordpiece"):
         import torchtext
 
         torchtext.disable_torchtext_deprecation_warning()
         import torchtext.data
         import torchtext.vocab
-    except (OSError, ImportError, AttributeError) as error:  # a build for another torch: OSError
-        raise InputError(
-            f"--tokenizer torchtext: torchtext does not load ({first_line(error)}): "
-            f"{INSTALL_HINT}; or use --tokenizer wordpiece"
-        ) from None
     return torchtext

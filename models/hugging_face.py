@@ -9,14 +9,14 @@ Checkpoints hold `encoder` and `tokenizer`, so that a run needs neither network 
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, first_line, needing
+from errors import InputError, in_one_line, needing
 from input_pipeline.own_data import list_names
 from models.pretrained import SavedModel, classifier_names, describe_rows, matching_rows
 from models.transformer import mix_rows
@@ -24,22 +24,19 @@ from models.transformer import mix_rows
 HF = "hf:"  # in front of the name of a model on the hub, or of a folder
 
 
-@contextlib.contextmanager
-def refused(arch: str) -> Iterator[None]:
+def is_hf(name: object) -> bool:
+    """Whether this is hf:NAME or hf:FOLDER."""
+    return str(name).startswith(HF) and name != HF
+
+
+def refused(arch: str) -> contextlib.AbstractContextManager[None]:
     """Turn whatever Transformers raises, or that it is missing, into one line; its notes vanish."""
     with needing(arch, "transformers"):
         from transformers import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # of many kinds
-        raise InputError(
-            f"{arch}: cannot be loaded ({first_line(error)}); check the name and the "
-            "network, or give a folder that save_pretrained wrote"
-        ) from None
+    advice = "; check the name and the network, or give a folder that save_pretrained wrote"
+    return in_one_line(f"{arch}: cannot be loaded", advice)
 
 
 def read_encoder(arch: str) -> SavedModel:
@@ -66,7 +63,6 @@ class Encoder(nn.Module):
     Args:
         config: of the model, as JSON.
         pad: id of the tokens behind the end of a text.
-        classes: number of outputs.
         mix_at: where texts are mixed: 'pooled' mixes the logits, which is the same as mixing what
             the last linear layer sees, 'tokens' the embeddings.
     """
@@ -152,13 +148,11 @@ class Encoder(nn.Module):
     def check(self, tokens: Tensor, *, mixed: bool) -> None:
         """Raise InputError if two texts (2, length) cannot be classified, or not be `mixed`."""
         problem = "mixed embeddings; use pooled" if mixed else "texts of that length"
-        try:
+        with in_one_line(f"the encoder cannot take {problem}", ""):
             logits = self.eval()(tokens)
             if mixed:
                 found = self(tokens, torch.arange(2), torch.full((2,), 0.5))
                 torch.testing.assert_close(found, logits)
-        except Exception as error:  # of many kinds
-            raise InputError(f"the encoder cannot take {problem} ({first_line(error)})") from None
 
 
 def _find(arch: str) -> Path:

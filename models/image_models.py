@@ -30,7 +30,6 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
 
     Args:
         arch: one of `ARCHITECTURES`, a classification model of torchvision, or timm:NAME.
-        classes: number of outputs.
         channels: 1 or 3 channels of the images.
         image_size: height and width of the images in pixels.
 
@@ -38,12 +37,8 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
         InputError: there is no such model, or it cannot take images of that size.
     """
     if arch == "vgg8":
-        if image_size < vgg.SMALLEST_IMAGE:
-            raise InputError(
-                f"vgg8 needs images of at least {vgg.SMALLEST_IMAGE} pixels a side; "
-                "scale them to 32"
-            )
-        return vgg.VGG8(classes=classes, channels=channels)
+        model = vgg.VGG8(classes=classes, channels=channels)
+        return checked(model, arch, channels=channels, image_size=image_size)
     if arch.startswith(TIMM):
         return _create_timm_model(arch, classes, channels=channels, image_size=image_size)
     if arch in ARCHITECTURES:

@@ -2,7 +2,7 @@
 
 saved = read_saved_model(Path("runs/my-run/best.pt"))  # or .safetensors, or a plain state_dict
 line = load_pretrained(model, saved, "my run", classes=["cat", "dog"])
-freeze_all_but_classifier(model)
+freeze_all_but(model, classifier_names(model))
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, first_line, needing
+from errors import InputError, in_one_line, needing
 from input_pipeline.own_data import list_names, normal_form
 from models.lora import merged
 from optimizers.param_groups import classifier_prefixes
@@ -77,13 +77,11 @@ def _read_safetensors(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]
     """The weights, and the metadata, whose values are JSON where this project wrote them."""
     with needing(str(path), "safetensors"):
         from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(path, "pt") as file:
-            names = file.keys()
-            weights = {name: file.get_tensor(name) for name in names}
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise InputError(f"{path}: cannot be read ({first_line(error)})") from None
+    broken = in_one_line(f"{path}: cannot be read", "", (SafetensorError,))
+    with broken, safe_open(path, "pt") as file:
+        names = file.keys()
+        weights = {name: file.get_tensor(name) for name in names}
+        metadata = file.metadata() or {}
     about = {}
     for name, text in metadata.items():
         with contextlib.suppress(ValueError):  # another project's
@@ -136,9 +134,6 @@ def match_names(
     'model.'. What else the file holds, such as weights of a loss, is left out where there are such
     words.
 
-    Args:
-        weights: of the file, by their names.
-        own: names in the model.
     Raises:
         InputError: two models in the file fit equally well.
     """
@@ -184,7 +179,6 @@ def load_pretrained(
     Args:
         model: whose weights are replaced in place; it may take grey images where the weights are
             for colours, or the other way round.
-        saved: the weights.
         flags: what says which model it is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
@@ -268,19 +262,14 @@ def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
     return weight
 
 
-def freeze_all_but_classifier(model: nn.Module) -> None:
-    """Train the classifier, and a prior's weight; what is frozen computes as in evaluation."""
-    classifier = classifier_names(model)
+def freeze_all_but(model: nn.Module, classifier: Collection[str]) -> None:
+    """Train parameters of these names, and a prior's weight; the rest computes as in evaluation.
+
+    `model.train()` leaves in evaluation mode whatever holds a frozen parameter: BatchNorm's
+    statistics stay, and nothing is dropped there. Copies of the model do the same.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in (*classifier, "prior_weight"))
-    hold_frozen(model)
-
-
-def hold_frozen(model: nn.Module) -> None:
-    """Let `model.train()` leave in evaluation mode whatever holds a frozen parameter.
-
-    BatchNorm's statistics stay, and nothing is dropped there. Copies of the model do the same.
-    """
     model.train = partial(_train_unfrozen, model)  # type: ignore[method-assign]
     model.train()
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 PATCH = 2  # pixels: height and width of the first layer's patches
 WIDTHS = (64, 256, 256)  # channels of the three groups
-SMALLEST_IMAGE = 9  # pixels: of fewer, nothing is left after three poolings
 LOGIT_SCALE = 1 / 9  # keeps the first logits small
 WHITENING_EPS = 5e-4  # added to the variances of patches; a constant colour has almost none
 

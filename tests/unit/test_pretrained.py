@@ -152,7 +152,7 @@ def test_a_frozen_network_computes_each_row_once(source, small, monkeypatch):
 def test_frozen_layers_stay_in_evaluation_mode_in_every_form_of_the_model():
     head = nn.Sequential(nn.Dropout(), nn.Linear(2, 2))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), head)
-    pretrained.freeze_all_but_classifier(model)
+    pretrained.freeze_all_but(model, pretrained.classifier_names(model))
     for each in (model, pickle.loads(pickle.dumps(copy.deepcopy(model)))):
         nn.Sequential(each.eval()).train()  # as DistributedDataParallel does
         assert [module.training for module in each.modules()] == 4 * [False] + 3 * [True]
