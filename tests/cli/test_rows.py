@@ -173,25 +173,13 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
     cases = [
         (f"{mine} --fold 2", "--fold: must be as 2/5"),
         (f"{mine} --fold 6/5", "--fold: must be as 2/5"),
-        (
-            f"{mine} --fold 2/5 --val_fraction 0.1",
-            "--fold 2/5 is not supported with --val_fr",
-        ),
+        (f"{mine} --fold 2/5 --val_fraction 0.1", "--fold 2/5 is not supported with --val_fr"),
         (f"{mine} --fold 2/30", "--fold 2/30: there are 20 rows of the smallest class; give fewer"),
-        (
-            f"--data_dir {tmp_path}/val --fold 2/5",
-            "--fold 2/5: the data has a validation set",
-        ),
+        (f"--data_dir {tmp_path}/val --fold 2/5", "--fold 2/5: the data has a validation set"),
         (f"{mine} --fold 2/5 --group_column place", "no column place (columns: id, text, label, s"),
         (f"{mine} --fold 2/5 --group_column site", "row 62: the group (column 4 (site)) is empty"),
-        (
-            f"--data_dir {clean} --fold 2/5 --group_column site",
-            "2/5: there are 3 groups; give",
-        ),
-        (
-            f"--data_dir {clean} --fold 2/3 --group_column site",
-            "leaves no training rows of 1 of",
-        ),
+        (f"--data_dir {clean} --fold 2/5 --group_column site", "2/5: there are 3 groups; give"),
+        (f"--data_dir {clean} --fold 2/3 --group_column site", "leaves no training rows of 1 of"),
         (f"--data_dir {clean} --val_fraction 0.01 --group_column site", "0.01 of 3 groups is none"),
         (f"--resume {tmp_path}/folded --fold 2/3", "--fold 2/3: the run was trained with 1/3"),
         (f"--resume {tmp_path}/run --fold 2/3", "--fold 2/3: the run was trained with none"),

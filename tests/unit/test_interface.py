@@ -6,12 +6,7 @@ import sys
 
 import pytest
 
-from distributed.interface import (
-    check_interfaces,
-    interface_of,
-    own_address,
-    use_interface_of,
-)
+from distributed.interface import check_interfaces, interface_of, own_address, use_interface_of
 from errors import InputError
 
 

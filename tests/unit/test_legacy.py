@@ -126,8 +126,7 @@ def test_what_onnx_runtime_does_not_compute_is_refused():
 
 @needs_ort
 @each_of(
-    ("size", "more"),
-    [(1, "--mixup cutmix"), (1, "--meta_learning --ngd"), (2, "--accumulate 2")],
+    ("size", "more"), [(1, "--mixup cutmix"), (1, "--meta_learning --ngd"), (2, "--accumulate 2")]
 )
 def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
     folder = tmp_path / more.replace(" ", "")
