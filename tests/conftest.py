@@ -131,6 +131,14 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+def write(folder: Path, **files: str) -> Path:
+    """Write files; a double underscore in a name stands for the dot of its suffix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_bytes(text.encode())
+    return folder
+
+
 def write_images(
     folder: Path, classes: Iterable[str], *, rows: int, size: int, parts: Any = ("train", "test")
 ) -> Path:

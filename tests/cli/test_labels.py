@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import resnet50_test
 import transformer_test
 from cli import factory
-from conftest import LABELS, SHORT, run, write_headlines, write_images
+from conftest import LABELS, SHORT, run, write, write_headlines, write_images
 from figures.report import render
 from figures.run_logs import read_run
 from input_pipeline.csv_tables import ColumnChoice
@@ -108,12 +108,11 @@ def test_labels_of_csv_and_of_lists_in_jsonl_are_read_alike(tmp_path):
     rows: list[tuple[list[str], str]] = [(["b", "a"], "one"), ([], "two, three"), (["b"], "four")]
     table = "".join(f'{"|".join(names)},"{text}"\n' for names, text in rows)
     lines = "".join(json.dumps({"label": n, "text": t}) + "\n" for n, t in rows)
-    for name, content in (("csv", table), ("jsonl", lines)):
-        (tmp_path / name).mkdir()
-        for part in ("train", "test"):
-            (tmp_path / name / f"{part}.{name}").write_text(content)
-        choice = ColumnChoice(separator="|")
-        splits, classes = read_text_splits("csv", str(tmp_path / name), choice=choice)
+    for folder in (
+        write(tmp_path / "csv", train__csv=table, test__csv=table),
+        write(tmp_path / "jsonl", train__jsonl=lines, test__jsonl=lines),
+    ):
+        splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
         assert (classes, list(splits["test"].texts)) == (["a", "b"], ["one", "two, three", "four"])
         assert splits["train"].labels.tolist() == [[1, 1], [0, 0], [0, 1]]
 

@@ -17,7 +17,7 @@ import ranks
 import resnet50_test
 import transformer_test
 from cli import data as cli_data
-from conftest import SHORT, for_each, run, write_images
+from conftest import SHORT, for_each, run, write, write_images
 from errors import InputError
 from input_pipeline import own_data
 from input_pipeline.csv_tables import ColumnChoice
@@ -31,14 +31,6 @@ TRAIN_ROWS = [1, 0, 1, 0], ["Win, now", "see you", "a prize", "at noon"]
 TEST_ROWS = [0], ["Hello there"]
 EXPECTED = {"train": TextSplit(*TRAIN_ROWS), "test": TextSplit(*TEST_ROWS)}
 """What each way to write the same small data set must be read as; the classes are ham and spam."""
-
-
-def write(folder: Path, **files: str) -> Path:
-    """Write files; a double underscore in a name stands for the dot of its suffix."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_bytes(text.encode())
-    return folder
 
 
 def read(
