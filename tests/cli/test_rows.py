@@ -5,8 +5,6 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-import torch
-
 import ranks
 import resnet50_test
 import transformer_test
@@ -25,7 +23,7 @@ class Split:
     groups: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # which were chosen
 
-    def select_rows(self, rows: torch.Tensor) -> "Split":
+    def select_rows(self, rows) -> "Split":
         return replace(self, labels=[self.labels[row] for row in rows], rows=rows.tolist())
 
 

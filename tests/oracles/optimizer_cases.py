@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def set_gradients(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> N
         p.grad = torch.empty_like(p, requires_grad=False).copy_(noise * scale)
 
 
-def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
+def train(optimizer, steps: Iterable[int], scale: float = 1.0):
     for t in steps:
         set_gradients(parameters_of(optimizer), t, scale)
         optimizer.step()
@@ -46,7 +45,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, T
     return [(p.detach().clone(), state) for p, state in zip(parameters_of(optimizer), tensors)]
 
 
-def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
+def assert_same(one, other, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
@@ -55,7 +54,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
+def through_a_file(optimizer: torch.optim.Optimizer):
     """An optimizer of copies of the parameters that loaded the state."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)

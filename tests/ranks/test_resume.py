@@ -3,10 +3,8 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +39,7 @@ WAYS = {  # name: number of ranks, command
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory):
     """The folder of an uninterrupted run of a way, which kept all of its checkpoints."""
 
     @functools.cache
@@ -83,8 +81,6 @@ def test_the_loss_scale_goes_on(here):
     assert checkpoint.load(here / "run").state["scaler"]["scale"] == 128.0
 
 
-# -------------------------------------------------------------------- kills
-
 POINTS = ["mid-epoch", "before best.pt", "before fsync", "before rename", "between the two names"]
 CRASHED = 9
 KILLED = f"{IMAGES} --epochs 2 --keep 2 --out run"
@@ -96,17 +92,17 @@ def crash_at(point: str, rank: str = "0") -> None:
         return
     steps = 0
 
-    def before(owner: Any, name: str, is_point: Callable[..., bool]) -> None:
+    def before(owner, name: str, is_point) -> None:
         real = getattr(owner, name)
 
-        def crash_or_go_on(*args: Any, **named: Any) -> Any:
+        def crash_or_go_on(*args, **named):
             if is_point(*args) and steps > 5:
                 os._exit(CRASHED)
             return real(*args, **named)
 
         setattr(owner, name, crash_or_go_on)
 
-    def count(*_: Any) -> bool:
+    def count(*_) -> bool:
         nonlocal steps
         steps += 1
         return point == "mid-epoch"
@@ -139,9 +135,6 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
         ranks.same_run(tmp_path / "whole" / "run", folder / "run")
 
     for_each([(point,) for point in POINTS], goes_on)
-
-
-# -------------------------------------------------------------------- other numbers of ranks
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from conftest import each_of, run
 from input_pipeline import torchtext_tokenizer
 from optimizer_cases import parameters_of
 from trainers import build_optimizer, make_trainer, text_model
-from training.trainer import Trainer
 
 ORT = onnx_runtime.unavailable_reason()
 TORCHTEXT = "" if importlib.util.find_spec("torchtext") else "torchtext is not installed"
@@ -185,9 +184,6 @@ def test_what_does_not_go_with_apex_or_ort_is_refused(refused):
     refused("images", "--backend ort --fuse", "--fuse")
 
 
-# -------------------------------------------------------------------- apex, by a stand-in
-
-
 @pytest.fixture
 def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with the documented interface; it scales losses by 1,024."""
@@ -215,7 +211,7 @@ def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return amp
 
 
-def amp_trainer(name: str, **settings: object) -> Trainer:
+def amp_trainer(name: str, **settings: object):
     torch.manual_seed(0)
     model = Smooth()
     precision = choose_precision(name, torch.device("cpu"))

@@ -1,7 +1,6 @@
 """NGD equals a float64 oracle and flattens leading directions; test_optim.py has the rest."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -37,16 +36,13 @@ NO_MUON = torch_compat.unavailable_reason("muon")
 NEEDS_MUON = pytest.mark.skipif(bool(NO_MUON), reason=f"Muon {NO_MUON}")
 
 
-def create(**settings: Any) -> NGD:
+def create(**settings) -> NGD:
     return NGD(weights(SHAPES), **({"lr": 0.1} | settings))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A weight as (outputs, kernel and inputs)."""
     return tensor.detach().permute(0, *range(2, tensor.ndim), 1).reshape(len(tensor), -1)
-
-
-# ------------------------------------------------------------ the direction
 
 
 @each_of("dtype", [torch.float32, torch.float64])
@@ -144,9 +140,6 @@ def test_dead_columns_do_not_stop_the_directions(rows):
     assert values[0] < 5 * values.median()
 
 
-# ------------------------------------------------------------ AdamW for the rest, and the groups
-
-
 def test_what_is_no_matrix_takes_the_step_of_adamw():
     optimizer = create(lr=0.2, adamw_ratio=0.05, betas=(0.8, 0.95), weight_decay=0.1)
     optimizer.add_param_group({"params": weights([(30, 20)]), "ngd": False})
@@ -181,9 +174,6 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
     assert sorted(names[p] for g in groups for p in g["params"]) == sorted(names.values())
     under_ngd = {names[p] for g in groups if g["ngd"] for p in g["params"] if p.ndim > 1}
     assert under_ngd == {"conv.weight", "mlp.weight"}
-
-
-# ------------------------------------------------------------ batches, and Muon
 
 
 def test_batches_that_step_together_step_as_alone(monkeypatch):
