@@ -52,9 +52,7 @@ def make_trainer(
     )
 
 
-def build_optimizer(
-    model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, name: str, lr: float, weight_decay=0.0, **settings: Any):
     """The optimizer of that name over all parameters, as the entry scripts make it."""
     choice = OPTIMIZERS[name]
     return choice.make(choice.groups(model, weight_decay), lr=lr, **settings)

@@ -136,9 +136,7 @@ def test_without_validation_rows_nothing_is_fitted_and_a_report_shows_the_worst_
     assert len(page) < 600_000
 
 
-def test_figures_that_do_not_exist_are_left_out_and_too_many_rows_have_none(
-    refused, tmp_path, monkeypatch
-):
+def test_figures_that_do_not_exist_are_left_out(refused, tmp_path, monkeypatch):
     def scored(logits, labels) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -170,9 +170,7 @@ def plan_in(folder: Path, epochs: int = 2) -> list[str]:
     return ["cpu", *places, "--allow_dirty"]
 
 
-def run_plan(
-    folder: Path, *arguments: str, epochs: int = 2, code: int = 0, clock=time.monotonic
-) -> str:
+def run_plan(folder: Path, *arguments: str, epochs=2, code=0, clock=time.monotonic) -> str:
     """What the runner and its runs print, which are forked processes."""
     words, console = [*plan_in(folder, epochs), *arguments], folder / "console.log"
 

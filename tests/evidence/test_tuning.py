@@ -199,9 +199,7 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
 
 
 @pytest.mark.process
-def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
-    run_sweep, tmp_path, monkeypatch
-):
+def test_hopeless_trials_are_pruned_and_failures_recorded(run_sweep, tmp_path, monkeypatch):
     """And the folder holds this sweep alone, which another start finds complete."""
     searched = categorical("lr", 0.05, 1e-6, 1e30)
     grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--bs", "16", "--lr", "1e-6"]

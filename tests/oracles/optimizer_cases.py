@@ -1,7 +1,7 @@
 """Parameters, gradients and steps for the tests of NGD and KaldiNGD."""
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,11 @@ def through_a_file(optimizer: torch.optim.Optimizer):
     return other
 
 
-def correlated(
-    shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0
-) -> Iterator[Tensor]:
-    """Yields random float64 gradients, mixed along each axis by an ill-conditioned matrix.
+def correlated(shape: Sequence[int], steps: int, seed=1, decay=3.0, spike=0.0):
+    """Yield random float64 gradients, mixed along each axis by an ill-conditioned matrix.
 
-    The spectrum of the matrix falls by `decay` decades.
-
-    At steps 20 to 24 a gradient of rank one, `spike` times as large, is added.
+    Its spectrum falls by `decay` decades. At steps 20 to 24 a gradient of rank one, `spike` times
+    as large, is added.
     """
     generator = torch.Generator().manual_seed(seed)
     mixing = []

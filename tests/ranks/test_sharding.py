@@ -21,9 +21,7 @@ from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
 
-def trainer_of(
-    world: World, parallel: str, name: str = "sgd", wire: str = "none", **options
-) -> Trainer:
+def trainer_of(world: World, parallel: str, name="sgd", wire="none", **options) -> Trainer:
     net = text_model(depth=2)
     if parallel != "ddp":
         wire_dtype = comm_hooks.WIRE_DTYPES.get(wire)

@@ -207,9 +207,7 @@ def test_a_step_of_40_matrices_launches_few_kernels(name, most):
 # -------------------------------------------------------------------- training steps
 
 
-def trainer_of(
-    gpu: FakeGpu, world: World, name: str = "sgd", *, precision: str = "fp32", **settings: Any
-) -> Trainer:
+def trainer_of(gpu, world, name="sgd", *, precision="fp32", **settings: Any) -> Trainer:
     model = gpu.model(network())
     dtype = torch.float16 if precision == "fp16" else None
     settings["precision"] = Precision(precision, "cuda", dtype)

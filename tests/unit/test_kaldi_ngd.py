@@ -36,13 +36,7 @@ def estimates(optimizer: KaldiNGD) -> list[torch.Tensor]:
     return [v for _, state in snapshot(optimizer) for name, v in state.items() if "axis" in name]
 
 
-def compare_with_oracle(
-    shapes: Shapes,
-    dtype=torch.float32,
-    spike=0.0,
-    update_period: int = 4,
-    **settings,
-) -> None:
+def compare_with_oracle(shapes, dtype=torch.float32, spike=0.0, update_period=4, **settings):
     """Asserts that KaldiNGD equals the oracle in 50 steps: directions, norms and estimates."""
     parameters = weights(shapes, dtype)
     optimizer = KaldiNGD(parameters, lr=1.0, momentum=0.0, update_period=update_period, **settings)

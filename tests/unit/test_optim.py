@@ -63,9 +63,7 @@ EVERY_STEP = {"kaldi_ngd": {"update_period": 1}}  # whose periods count skipped 
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (80, 20, 4)]
 
 
-def create(
-    name: str, parameters: list[nn.Parameter] | None = None, **settings
-) -> torch.optim.Optimizer:
+def create(name: str, parameters=None, **settings) -> torch.optim.Optimizer:
     """An optimizer of these parameters, or of some of every shape."""
     groups = [{"params": weights(SHAPES) if parameters is None else parameters}]
     return OPTIMIZERS[name].make(groups, **({"lr": 0.01} | settings))

@@ -161,9 +161,7 @@ def one_long_operation(lines) -> None:
 
 
 @each_of("launcher", [False, True])  # under torchrun it is the launcher that ends all
-def test_the_first_signal_is_answered_within_an_operation_and_the_second_ends_at_once(
-    launcher, monkeypatch
-):
+def test_the_first_signal_is_answered_and_the_second_ends_at_once(launcher, monkeypatch):
     for name in ("RANK", "WORLD_SIZE") if launcher else ():
         monkeypatch.setenv(name, "0")
     fork = multiprocessing.get_context("fork")
