@@ -78,8 +78,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
 
 
 def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
-    """And whatever port is taken."""
-    with socket.socket() as taken:
+    with socket.socket() as taken:  # of the port that the job was to have
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         variables = {"NGPU": "4", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
