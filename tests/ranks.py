@@ -162,14 +162,10 @@ def _run_script(words: list[str], folder: Path, environment, *, console: Path, f
 
 
 def start(command: list[str], folder: Path, *, cold=False, first=None, **environment: str) -> Any:
-    """Start a command of the repository in `folder`, output to folder/console.log.
+    """Start a command, as of `script` or `torchrun`, in `folder`, output to folder/console.log.
 
-    Args:
-        command: that of `script` or `torchrun`, or any other.
-        folder: where it runs.
-        cold: start an interpreter, and torchrun, also for a script; so is a job with restarts.
-        first: is called in each process of a warm job before the script, to change it.
-        environment: further variables.
+    `cold` starts an interpreter, and torchrun, also for a script; so is a job with restarts.
+    `first` is called in each process of a warm job before the script, to change it.
     """
     cold = cold or "MAX_RESTARTS" in environment
     job = f"{os.getpid()}-{time.monotonic_ns()}"

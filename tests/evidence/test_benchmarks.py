@@ -10,7 +10,6 @@ import pytest
 
 import errors
 from benchmarks import bench, fine_tune, train_peer
-from figures import run_logs
 
 
 def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_path, monkeypatch):
@@ -44,14 +43,6 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     finally:
         remote.close()
     assert not remote.process.is_alive()
-
-
-def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
-    """It grows evenly between evaluations."""
-    accuracies = [None, 0.4, None, None, 0.7]
-    rows = [{"epoch": n, "test_accuracy": value} for n, value in enumerate(accuracies, 1)]
-    epochs = [run_logs.epochs_to(target, rows) for target in (20, 50, 70, 71)]
-    assert epochs == pytest.approx([1, 3, 5, math.inf])
 
 
 def fine_tuned(start: float, *accuracies: float | None) -> fine_tune.Run:
