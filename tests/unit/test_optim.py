@@ -214,8 +214,8 @@ def poisoned_memory() -> Iterator[None]:
 @each_of("skipped", [(0, 1), (1, 9)])
 @each_of("is_fused", [True, False])
 def test_skipped_steps_leave_no_trace(name, skipped, is_fused, monkeypatch):
-    known = supports_fused_optimizers
-    monkeypatch.setattr(adam, "supports_fused_optimizers", lambda w: is_fused and known(w))
+    supported = supports_fused_optimizers
+    monkeypatch.setattr(adam, "supports_fused_optimizers", lambda w: is_fused and supported(w))
     optimizer, peer = (create(name, **EVERY_STEP.get(name, {})) for _ in range(2))
     for t in range(12):
         if t in skipped:
