@@ -101,9 +101,7 @@ def for_each(cases: Iterable[tuple[Any, ...]], check: Callable[..., object]) -> 
     assert not failures, "\n".join(failures)
 
 
-def each_of(
-    names: str | tuple[str, ...], values: Iterable[Any]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each_of(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., Any]:
     """Call a test in a loop over values, as `pytest.mark.parametrize` makes a test of each."""
     names = tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else names
     cases = [value if len(names) > 1 else (value,) for value in values]
@@ -131,9 +129,15 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def write_images(
-    folder: Path, classes: Iterable[str], *, rows: int, size: int, parts: Any = ("train", "test")
-) -> Path:
+def write(folder: Path, **files: str) -> Path:
+    """Write files; a double underscore in a name stands for the dot of its suffix."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_bytes(text.encode())
+    return folder
+
+
+def write_images(folder: Path, classes: Any, *, rows: int, size: int, parts=("train", "test")):
     """PNGs of noise: train/CLASS/00.png and so on, as many in test."""
     generator = torch.Generator().manual_seed(0)
     for part, name in itertools.product(parts, classes):
@@ -175,9 +179,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     """Run a script without network; assert exit code 2 and one line; return the line."""
 
     def no_network(*_: object, **__: object) -> None:

@@ -210,9 +210,7 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self.gpu = gpu
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and func.namespace == "aten":
             with self:  # torch has not taken the operation apart yet
@@ -233,9 +231,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS:
             raise HostWaits(f"{func} in {_calling_function()}: a graph cannot contain it")
         result = func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,7 @@ def run_ranks(body: Callable[..., None], size: int, *arguments: Any, device: str
         )
 
 
-def _one_rank(
-    rank: int,
-    environments: list[dict[str, str]],
-    device: str,
-    body: Callable[..., None],
-    arguments: tuple[Any, ...],
-) -> None:
+def _one_rank(rank: int, environments, device: str, body, arguments: tuple[Any, ...]) -> None:
     os.environ |= environments[rank]
     torch.set_num_threads(1)
     from distributed.world import init_world
@@ -89,14 +83,7 @@ class WarmJob:
     """A script in forked processes, as torchrun starts it, with the methods of `Popen` in use."""
 
     def __init__(
-        self,
-        words: list[str],
-        folder: Path,
-        environment: Mapping[str, str],
-        *,
-        size: int = 0,
-        console: Path | None = None,
-        first: Callable[[], None] | None = None,
+        self, words: list[str], folder: Path, environment, *, size=0, console=None, first=None
     ) -> None:
         self.returncode: int | None = None
         self._group = contextlib.ExitStack()
@@ -153,14 +140,7 @@ class WarmJob:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _run_script(
-    words: list[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    *,
-    console: Path,
-    first: Callable[[], None] | None,
-) -> None:
+def _run_script(words: list[str], folder: Path, environment, *, console: Path, first) -> None:
     """Become the process of a script: its command line, folder, environment and console."""
     os.setsid()
     os.chdir(folder)
@@ -181,22 +161,11 @@ def _run_script(
     runpy.run_path(words[0], run_name="__main__")
 
 
-def start(
-    command: list[str],
-    folder: Path,
-    *,
-    cold: bool = False,
-    first: Callable[[], None] | None = None,
-    **environment: str,
-) -> subprocess.Popen[str] | WarmJob:
-    """Start a command of the repository in `folder`, output to folder/console.log.
+def start(command: list[str], folder: Path, *, cold=False, first=None, **environment: str) -> Any:
+    """Start a command, as of `script` or `torchrun`, in `folder`, output to folder/console.log.
 
-    Args:
-        command: that of `script` or `torchrun`, or any other.
-        folder: where it runs.
-        cold: start an interpreter, and torchrun, also for a script; so is a job with restarts.
-        first: is called in each process of a warm job before the script, to change it.
-        environment: further variables.
+    `cold` starts an interpreter, and torchrun, also for a script; so is a job with restarts.
+    `first` is called in each process of a warm job before the script, to change it.
     """
     cold = cold or "MAX_RESTARTS" in environment
     job = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -208,7 +177,7 @@ def start(
         return WarmJob([str(ROOT / words[0]), *words[1:]], folder, env, size=size, first=first)
     with open(folder / "console.log", "a") as log:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log, text=True)
-    process.job = job  # type: ignore[attr-defined]
+    process.job = job
     return process
 
 
@@ -222,9 +191,7 @@ def torchrun(name: str, *flags: object) -> list[str]:
     return ["bash", str(ROOT / "run_distributed.sh"), name, *map(str, flags)]
 
 
-def finish(
-    process: subprocess.Popen[str] | WarmJob, folder: Path, expected: int = 0, seconds: float = 240
-) -> str:
+def finish(process: Any, folder: Path, expected: int = 0, seconds: float = 240) -> str:
     """Wait for the exit code `expected`; returns the console."""
     try:
         code = process.wait(timeout=seconds)
@@ -242,7 +209,7 @@ def run(words: str, folder: Path, size: int = 1, *, expected: int = 0, **more: A
     return finish(start(command, folder, NGPU=str(size), **more), folder, expected)
 
 
-def kill(process: subprocess.Popen[str] | WarmJob) -> None:
+def kill(process: Any) -> None:
     """Send SIGKILL to a command and to all that it started, also outside its process group."""
     if isinstance(process, WarmJob):
         process.kill()
@@ -253,21 +220,19 @@ def kill(process: subprocess.Popen[str] | WarmJob) -> None:
     process.wait()
 
 
-def relatives(process: subprocess.Popen[str]) -> list[tuple[int, bytes]]:
+def relatives(process: Any) -> list[tuple[int, bytes]]:
     """(process number, environment) of all processes that carry this command's mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             environment = (folder / "environ").read_bytes()
-            mark = f"TEST_JOB={process.job}"  # type: ignore[attr-defined]
+            mark = f"TEST_JOB={process.job}"
             if mark.encode() in environment.split(b"\0"):
                 found.append((int(folder.name), environment))
     return found
 
 
-def wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[str] | WarmJob, seconds: float = 120
-) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 120) -> None:
     """Until `condition` holds or the process has ended."""
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None:

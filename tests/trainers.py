@@ -1,6 +1,5 @@
 """Trainers of single steps, and optimizers by their names."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,7 @@ def make_trainer(
     )
 
 
-def build_optimizer(
-    model: nn.Module, name: str, lr: float, weight_decay: float = 0.0, **settings: Any
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, name: str, lr: float, weight_decay=0.0, **settings: Any):
     """The optimizer of that name over all parameters, as the entry scripts make it."""
     choice = OPTIMIZERS[name]
     return choice.make(choice.groups(model, weight_decay), lr=lr, **settings)
@@ -89,5 +86,5 @@ def image_network(*norm: nn.Module) -> nn.Module:
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(72, 128), nn.Linear(128, 10))
 
 
-def flat(tensors: Iterable[Tensor]) -> Tensor:
+def flat(tensors) -> Tensor:
     return torch.cat([each.detach().flatten() for each in tensors])

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from input_pipeline.text_datasets import TextSplit
 
 
 def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
-    def lines(script: ModuleType, words: str) -> list[str]:
+    def lines(script, words: str) -> list[str]:
         console = conftest.run(script, words, "--out", tmp_path / "run")
         return [line for line in console.splitlines() if "baseline" in line]
 
@@ -50,15 +49,11 @@ def test_baselines_find_what_a_linear_model_can():
     assert found.accuracy > 0.95
     assert found.largest_class == 51 / 101
     stored = StoredTexts()
-    for text in ["oil up \u6cb9\u4ef7", "goal, late", "a goal \u8fdb\u7403"] * 20 + [
-        "\u6cb9\u7530"
-    ]:
+    for text in [*["oil up \u6cb9\u4ef7", "goal, late", "a goal"] * 20, "\u6cb9\u7530"]:
         stored.append(text)
     texts = TextSplit([0, 1, 1] * 20 + [0], stored)
-    assert text_baseline(texts, texts).accuracy == 1.0
-    assert text_baseline(texts.select_rows(range(60)), texts).accuracy == 1.0, (
-        "a word of one letter"
-    )
+    train = texts.select_rows(range(60))
+    assert text_baseline(train, texts).accuracy == 1.0, "a word of one letter"
     stored = StoredTexts()
     for _ in range(2):
         stored.append("!")

@@ -1,7 +1,6 @@
 """Flags: their other spellings, recipes by name, --help, and those without effect."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,7 +8,7 @@ import conftest
 import resnet50_test
 import transformer_test
 from cli import options
-from cli.flag_parser import OFF, ScriptParser
+from cli.flag_parser import OFF
 from conftest import each_of, parsed
 from errors import InputError
 
@@ -26,11 +25,8 @@ HYPHENS = [
 ]
 
 
-def parse(arguments: str, parser: ScriptParser[Any] | None = None) -> dict[str, object]:
+def parse(arguments: str, parser=None) -> dict[str, object]:
     return (parser or resnet50_test.parser()).given(arguments.split())
-
-
-# -------------------------------------------------------------------- spellings
 
 
 def test_other_spellings_mean_the_same():
@@ -57,14 +53,6 @@ def test_values_keep_their_hyphens():
     assert parsed == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
 
 
-@each_of("name", ["recipe", "checkpoint", "out", "data_dir", "resume", "ngd_rank"])
-@each_of("empty", [["--{}", ""], ["--{}="], ["--{}", " "]])
-def test_an_empty_value_is_refused(name, empty):
-    arguments = [word.format(name) for word in empty]
-    with pytest.raises(InputError, match=f"^--{name}: the value is empty"):
-        resnet50_test.parser().given(arguments)
-
-
 def test_an_empty_data_dir_of_the_environment_counts_as_none(monkeypatch):
     monkeypatch.setenv("DATA_DIR", "")
     assert resnet50_test.parser().defaults()["data_dir"] == "./data"
@@ -76,19 +64,12 @@ def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("DATA_DIR", "~/d")
     parser = resnet50_test.parser()
     assert parser.defaults()["data_dir"] == f"{tmp_path}/d"
-    for name in (
-        *("data_dir", "out", "resume", "checkpoint", "recipe", "weights", "predict"),
-        *("predict_out .csv", "export .onnx"),
-    ):
-        flag, _, suffix = name.partition(" ")
-        given = parser.given([f"--{flag}=~/x y{suffix}"])[flag]
-        assert given in (f"{tmp_path}/x y{suffix}", [f"{tmp_path}/x y"]), name
+    for flag in ("out", "resume", "checkpoint", "weights"):
+        assert parser.given([f"--{flag}=~/x y"]) == {flag: f"{tmp_path}/x y"}
+    assert parser.given(["--predict", "~/x y"]) == {"predict": [f"{tmp_path}/x y"]}
     (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
     args = parsed(resnet50_test, "--recipe=~/mine.yaml")
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
-
-
-# -------------------------------------------------------------------- recipes and checkpoints
 
 
 def recipe_flags(text: str, folder: Path) -> dict[str, object]:
@@ -112,7 +93,6 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
         ("grad_checkpointing: false", "--no-checkpoint_activations"),
         ("resident: no", "--resident no"),
         ("no-nesterov: true", "--no-nesterov"),
-        ("alternate_flip: false", "--augment_args alternate=false"),
         ("compress_warmup: []", "--compress_warmup"),
         ("class_weights: {a: 3}", '--class_weights {"a":"3"}'),
         ("class_weights: none", "--class_weights none"),
@@ -131,9 +111,6 @@ def test_recipes_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
     assert options.recipe_arguments("best", resnet50_test.parser()) == ["--lr", "0.7"]
 
 
-# -------------------------------------------------------------------- --help
-
-
 @each_of("script", SCRIPTS)
 @each_of("words", [["-h"], ["--help", "all"]])
 def test_help_shows_the_common_flags_or_all(script, words, capsys):
@@ -144,8 +121,6 @@ def test_help_shows_the_common_flags_or_all(script, words, capsys):
     for flag in parser.flags.values():
         assert (f"\n  {flag.name}" in shown) == (flag.common or len(words) > 1), flag.name
 
-
-# -------------------------------------------------------------------- flags without effect
 
 UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
     ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
@@ -217,9 +192,6 @@ def test_a_checkpoint_from_before_a_flag_is_restored():
         restored = options.restored_flags(flags, script.parser())
         assert restored["arch"] == flags["arch"]
         assert "lora" not in restored
-
-
-# -------------------------------------------------------------------- settings of parts
 
 
 def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path):

@@ -52,27 +52,30 @@ def saved(folder: Path, **splits: Any) -> Path:
     return folder
 
 
+def write_parquet(folder: Path, train: Any, test: Any = None) -> Path:
+    """Write a table, of pandas or of `datasets`, as train.parquet, and as test.parquet."""
+    folder.mkdir(exist_ok=True)
+    train.to_parquet(folder / "train.parquet")
+    (train if test is None else test).to_parquet(folder / "test.parquet")
+    return folder
+
+
 def test_a_parquet_table_reads_as_the_others_do(tmp_path):
     """From pandas, also by category; from `datasets`, whose numbers of classes are named."""
     for number, kind in enumerate(("string", "category", "numbered")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for part, (labels, texts) in (("train", TRAIN_ROWS), ("test", TEST_ROWS)):
+        tables = []
+        for labels, texts in (TRAIN_ROWS, TEST_ROWS):
             names = [["ham", "spam"][label] for label in labels]
             table = pandas.DataFrame({"id": 7.5, "text": texts, "label": names})
-            if kind == "numbered":
-                numbers = [CLASSES.index(name) for name in names]
-                with_classes({"text": texts, "label": numbers}).to_parquet(
-                    folder / f"{part}.parquet"
-                )
-            else:
-                table.astype({"label": kind}).to_parquet(folder / f"{part}.parquet")
+            numbers = [CLASSES.index(name) for name in names]
+            of_datasets = with_classes({"text": texts, "label": numbers})
+            tables.append(of_datasets if kind == "numbered" else table.astype({"label": kind}))
+        folder = write_parquet(tmp_path / str(number), *tables)
         assert read(folder) == (EXPECTED, ["ham", "spam"]), kind
     assert [*read_text_files(folder / "test.parquet")[0].values()] == [{1: "Hello there"}]
     several = datasets.List(datasets.ClassLabel(names=CLASSES))
     several = with_classes({"text": ["a", "b", "c"], "label": [[0, 1], [], [1]]}, label=several)
-    for part in ("train", "test"):
-        several.to_parquet(folder / f"{part}.parquet")
+    write_parquet(folder, several)
     choice = ColumnChoice(separator="|")
     splits, classes = read_text_splits("csv", str(folder), choice=choice)
     assert (splits["test"].labels.tolist(), classes) == ([[1, 1], [0, 0], [1, 0]], ["ham", "spam"])
@@ -135,10 +138,7 @@ def test_images_become_files_and_paths_stay(tmp_path):
     for name, kind in kinds.items():
         columns = {name: list(map(png, range(0, 160, 20))), "label": [0, 1] * 4}
         table = with_classes(columns, **{name: kind})
-        folder = tmp_path / name
-        folder.mkdir()
-        for part in ("train", "test"):
-            table.to_parquet(folder / f"{part}.parquet")
+        folder = write_parquet(tmp_path / name, table)
         splits, classes = read_image_splits("folder", str(convert(str(folder), tmp_path)))
         assert classes == ["ham", "spam"]
         assert splits["test"].labels.tolist() == [1, 0] * 4
@@ -175,18 +175,14 @@ def test_what_cannot_be_converted_is_one_line(tmp_path, refused, monkeypatch):
 
     for_each(cases, check)
     assert not [*(tmp_path / "data" / "hf").glob("*.part")]
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    table.to_parquet(broken / "test.parquet")
-    table.select([]).to_parquet(broken / "train.parquet")
+    broken = write_parquet(tmp_path / "broken", table.select([]), table)
     refused("texts", f"--dataset hf:{broken} {data}", "corresponds to no data!)", base)
     (broken / "train.parquet").write_bytes(b"PAR1")
     refused("texts", f"--dataset hf:{broken} {data}", "cannot be loaded (", base)
     offline = ConnectionError("Couldn't reach 'no/where' on the Hub\nin several lines")
     with mock.patch.object(datasets, "load_dataset", side_effect=offline) as load:
-        line = refused(
-            "texts", f"--dataset hf:no/where:plain {data}", "check the name and th", base
-        )
+        words = f"--dataset hf:no/where:plain {data}"
+        line = refused("texts", words, "check the name and th", base)
     assert (load.call_args.args, "in several lines" in line) == (("no/where", "plain"), False)
 
 
@@ -219,7 +215,5 @@ def test_half_a_conversion_is_none_and_several_processes_share_one(tmp_path, mon
     with ThreadPoolExecutor(2) as pool:
         folders = set(pool.map(start, range(2)))
     assert (len(folders), len(calls)) == (1, 1)
-    assert sorted(path.name for path in folders.pop().iterdir()) == [
-        "test.parquet",
-        "train.parquet",
-    ]
+    names = sorted(path.name for path in folders.pop().iterdir())
+    assert names == ["test.parquet", "train.parquet"]

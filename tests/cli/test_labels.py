@@ -3,8 +3,6 @@
 import csv
 import json
 import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 import resnet50_test
 import transformer_test
 from cli import factory
-from conftest import LABELS, SHORT, run, write_headlines, write_images
+from conftest import LABELS, SHORT, run, write, write_headlines, write_images
 from figures.report import render
 from figures.run_logs import read_run
 from input_pipeline.csv_tables import ColumnChoice
@@ -32,14 +30,14 @@ IMAGES = f"--dataset folder --arch resnet8 {SHORT} --bs 16 --image_size 8 --work
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory):
     """The folder of a run on texts of several labels, and what it printed."""
     folder = write_headlines(tmp_path_factory.mktemp("labels"))
     flags = f"{LABELS} --mixup mixup --class_weights balanced --label_smoothing 0.1"
     return folder, run(transformer_test, flags, "--data_dir", folder, "--out", folder / "run")
 
 
-def targets_of(folder: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
+def targets_of(folder, classes: list[str]) -> tuple[list[str], np.ndarray]:
     """The texts of test.csv, and (rows, classes) whether each has the label."""
     with open(folder / "test.csv", newline="") as file:
         _, *rows = csv.reader(file)
@@ -99,7 +97,7 @@ def test_predictions_and_exports_have_the_labels_above_the_threshold(trained, tm
     with open(tmp_path / "out.csv", newline="") as file:
         assert [row["predicted"] for row in csv.DictReader(file)] == list(map("|".join, labels))
     run(transformer_test, "--checkpoint", folder / "run", "--export", tmp_path / "model.pt2")
-    more: dict[str, Any] = {"metadata.json": ""}
+    more = {"metadata.json": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=more)
     assert "sigmoid" in json.loads(more["metadata.json"])["output"]
 
@@ -108,12 +106,11 @@ def test_labels_of_csv_and_of_lists_in_jsonl_are_read_alike(tmp_path):
     rows: list[tuple[list[str], str]] = [(["b", "a"], "one"), ([], "two, three"), (["b"], "four")]
     table = "".join(f'{"|".join(names)},"{text}"\n' for names, text in rows)
     lines = "".join(json.dumps({"label": n, "text": t}) + "\n" for n, t in rows)
-    for name, content in (("csv", table), ("jsonl", lines)):
-        (tmp_path / name).mkdir()
-        for part in ("train", "test"):
-            (tmp_path / name / f"{part}.{name}").write_text(content)
-        choice = ColumnChoice(separator="|")
-        splits, classes = read_text_splits("csv", str(tmp_path / name), choice=choice)
+    for folder in (
+        write(tmp_path / "csv", train__csv=table, test__csv=table),
+        write(tmp_path / "jsonl", train__jsonl=lines, test__jsonl=lines),
+    ):
+        splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
         assert (classes, list(splits["test"].texts)) == (["a", "b"], ["one", "two, three", "four"])
         assert splits["train"].labels.tolist() == [[1, 1], [0, 0], [0, 1]]
 
@@ -142,7 +139,7 @@ def test_the_loss_is_the_sum_over_the_labels_and_linear_in_mixed_targets():
     torch.testing.assert_close(found.loss, torch.stack(each).mean())
 
 
-def write_digits(folder: Path) -> Path:
+def write_digits(folder):
     """Digits in scans/, which train.csv and test.csv list with the labels even and large."""
     (folder / "scans").mkdir(parents=True)
     data = load_digits()

@@ -18,12 +18,10 @@ SMALL = "--dataset digits --arch resnet20 --epochs 3 --device cpu".split()
 
 
 @pytest.fixture
-def restarted(tmp_path, monkeypatch) -> Path:
-    """An empty folder in which this process has been restarted by torchrun."""
-    monkeypatch.chdir(tmp_path)
+def restarted(here, monkeypatch) -> None:
+    """The current folder is empty, and torchrun has restarted this process in it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "faster-training")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    return tmp_path
 
 
 def copy_run(run: Path, folder: str, *launchers: str) -> Path:
@@ -94,8 +92,7 @@ def test_resume_auto_goes_on_where_out_holds_a_checkpoint_and_starts_where_it_do
     with pytest.raises(InputError, match="--resume auto: give --out DIR"):
         parse("--resume", "auto")
     Path("recipe.yaml").write_text("out: mine\nlr: 0.2\n")
-    for where in (["--out", "mine"], ["--recipe", "recipe.yaml"]):
-        assert parse("--resume", "auto", *where) == ("mine", None)
+    assert parse("--resume", "auto", "--out", "mine") == ("mine", None)
     own = copy_run(runs["images"], "mine", "another-job")
     for where in (["--out", "mine"], ["--recipe", "recipe.yaml"]):
         assert parse("--resume", "auto", *where) == ("mine", str(own / "last.pt"))
@@ -103,7 +100,5 @@ def test_resume_auto_goes_on_where_out_holds_a_checkpoint_and_starts_where_it_do
     with pytest.raises(InputError, match="gone on to step"):  # it has been written since
         check_overwritten("mine", found, again=True)
     delete_checkpoints(own)
-    for _ in range(2):
-        with pytest.raises(InputError, match="already holds a run"):
-            parse("--resume", "auto", "--out", "mine")
-        (own / "metrics.jsonl").unlink(missing_ok=True)  # best.pt is still there
+    with pytest.raises(InputError, match="already holds a run"):
+        parse("--resume", "auto", "--out", "mine")

@@ -5,13 +5,12 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import resnet50_test
-from conftest import run
+from conftest import run, write
 from errors import InputError
 from training.run_folder import LOCK_FILE, latest_run, lock_run_folder, make_run_folder
 
@@ -19,7 +18,7 @@ FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --threads 1 --epochs 1"
 
 
 @contextlib.contextmanager
-def held_lock(folder: Path) -> Iterator[int]:
+def held_lock(folder: Path):
     """A process, whose number is given, holds the lock of a folder, and its child lives on."""
     reader, writer = os.pipe()
     process = os.fork()
@@ -80,24 +79,14 @@ def test_a_resume_that_is_refused_changes_no_file(here):
 
 def test_the_newest_run_is_that_of_the_newest_checkpoint(here):
     """Whatever the folders are called, and wherever below runs/ they are."""
-    ours, other = {"script": "resnet50_test"}, {"script": "transformer_test"}
-    made = {
-        "runs/resnet50_test-20260101-000000": ours,
-        "runs/final": ours,
-        "runs/group/a-seed0": ours,
-        "runs/resnet50_test-of-texts": other,
-        "runs/.hidden": ours,
-        "runs/tuning/trials/0003": ours,  # of a sweep
-    }
-    for number, (name, config) in enumerate(made.items()):
-        (here / name).mkdir(parents=True)
-        (here / name / "config.json").write_text(json.dumps(config))
-        file = here / name / ("last-1.pt" if number == 1 else "last.pt")  # any is enough
+    ours, trial, texts = "runs/group/a-seed0", "runs/tuning/trials/0003", "runs/texts"
+    for number, name in enumerate(("runs/final", ours, texts, trial)):  # from the oldest
+        script = "transformer_test" if name == texts else "resnet50_test"
+        folder = write(here / name, config__json=json.dumps({"script": script}))
+        file = folder / ("last-1.pt" if name == ours else "last.pt")  # any is enough
         file.touch()
         os.utime(file, (number, number))
-    names = list(made)
-    assert latest_run("transformer_test") == Path(names[3])
-    for newest in (4, 2, 1, 0):
-        assert latest_run("resnet50_test") == Path(names[newest])
-        [path] = (here / names[newest]).glob("last*.pt")
-        os.utime(path, (-newest, -newest))
+    assert latest_run("transformer_test") == Path(texts)
+    assert latest_run("resnet50_test") == Path(ours), "not the trial of a sweep"
+    os.utime(here / "runs/final/last.pt", (9, 9))
+    assert latest_run("resnet50_test") == Path("runs/final")

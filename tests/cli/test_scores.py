@@ -4,8 +4,6 @@ import csv
 import json
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ LINE = "probabilities of last.pt on the test set: "
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory):
     """A folder of texts with a validation set, below it a run, and what that printed."""
     folder = tmp_path_factory.mktemp("texts")
     split = read_headlines()["train"]
@@ -45,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         return folder, run(transformer_test, words)
 
 
-def rows_of(folder: Path, part: str, classifier: Classifier) -> tuple[list[str], np.ndarray]:
+def rows_of(folder, part: str, classifier: Classifier) -> tuple[list[str], np.ndarray]:
     """The texts of a file, and the numbers of their classes."""
     with open(folder / f"{part}.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -138,10 +136,8 @@ def test_without_validation_rows_nothing_is_fitted_and_a_report_shows_the_worst_
     assert len(page) < 600_000
 
 
-def test_figures_that_do_not_exist_are_left_out_and_too_many_rows_have_none(
-    refused, tmp_path, monkeypatch
-):
-    def scored(logits: Any, labels: Any) -> dict[str, float]:
+def test_figures_that_do_not_exist_are_left_out(refused, tmp_path, monkeypatch):
+    def scored(logits, labels) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return ScoredRows(torch.tensor(logits), torch.tensor(labels)).scores()

@@ -1,18 +1,15 @@
 """The rounds of a benchmark follow the speed of the machine; bad input is one line."""
 
-import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import errors
 from benchmarks import bench, fine_tune, train_peer
-from figures import run_logs
 
 
 def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_path, monkeypatch):
@@ -24,7 +21,7 @@ def test_the_json_file_names_the_commit_and_a_short_bar_is_the_exit_code(tmp_pat
     assert errors.exit_code(lambda: bench.finish(args, [], machine="m")) == 0
 
 
-def three_steps() -> Iterator[int]:
+def three_steps():
     """A side that ends after three steps of ten samples."""
     for _ in range(3):
         time.sleep(0.01)
@@ -46,22 +43,6 @@ def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     finally:
         remote.close()
     assert not remote.process.is_alive()
-
-
-def test_a_warm_up_lasts_until_nothing_is_compiled(monkeypatch):
-    compiled, turns = itertools.chain([0, 0], itertools.repeat(3)), []
-    monkeypatch.setattr(bench, "compile_seconds", lambda: next(compiled))
-    monkeypatch.setattr(bench, "samples_a_second", lambda steps, seconds: turns.append(seconds))
-    bench.warm_up(iter(()), 0.5)
-    assert turns == [0.5, 0.5]
-
-
-def test_epochs_to_an_accuracy_are_counted_with_a_fraction():
-    """It grows evenly between evaluations."""
-    accuracies = [None, 0.4, None, None, 0.7]
-    rows = [{"epoch": n, "test_accuracy": value} for n, value in enumerate(accuracies, 1)]
-    epochs = [run_logs.epochs_to(target, rows) for target in (20, 50, 70, 71)]
-    assert epochs == pytest.approx([1, 3, 5, math.inf])
 
 
 def fine_tuned(start: float, *accuracies: float | None) -> fine_tune.Run:

@@ -3,8 +3,6 @@
 import functools
 import re
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +72,7 @@ def test_every_page_and_picture_is_linked():
         assert f"figures/{picture.name})" in text, picture.name
 
 
-def run_python_blocks(page: Path) -> None:
+def run_python_blocks(page) -> None:
     """Run the Python blocks of a page in order, in one namespace.
 
     It begins with what a reader's own code provides: model, images, labels, loss.
@@ -82,7 +80,7 @@ def run_python_blocks(page: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
     images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 4, 9])
-    names: dict[str, Any] = {
+    names = {
         "model": model,
         "images": images,
         "labels": labels,

@@ -3,17 +3,14 @@
 The runner of the experiments continues where it was stopped.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import re
 import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import matplotlib
 import pytest
@@ -46,7 +43,7 @@ MACHINE_FLAGS = {"data_dir", "device", "threads", "workers", "out", "resume", "r
 MACHINE_FLAGS |= {"save_every"}
 
 
-def flags_of(run: experiments.PlannedRun, logs: Path) -> argparse.Namespace:
+def flags_of(run: experiments.PlannedRun, logs: Path):
     """Parse the flags of a run as its script does; `logs` is an empty folder."""
     folder = logs / run.folder.parent.name / run.folder.name
     arguments = dataclasses.replace(run, folder=folder).arguments()
@@ -66,7 +63,7 @@ LOGGED = [
 ]
 
 
-def with_settings(flags: dict[str, Any]) -> dict[str, Any]:
+def with_settings(flags: dict) -> dict:
     """Flags, and settings of parts by names of their own; in some logs they are flags."""
     flat = flat_flags(flags)
     for former, own in FOREIGN.items():
@@ -140,9 +137,6 @@ def test_recipes_say_what_their_logs_show_or_that_they_have_none():
             assert float(value) == pytest.approx(statistics.mean(values), abs=0.006), path
 
 
-# -------------------------------------------------------------------- pictures
-
-
 @pytest.mark.process
 def test_every_picture_is_drawn_again_byte_for_byte(tmp_path):
     groups, names = run_logs.read_groups(run_logs.LOGS), set(methods.read_pictures()["pictures"])
@@ -154,8 +148,6 @@ def test_every_picture_is_drawn_again_byte_for_byte(tmp_path):
         committed = (draw.PICTURES / f"{name}.png").read_bytes()
         assert (tmp_path / f"{name}.png").read_bytes() == committed, f"{name}: run make figures"
 
-
-# -------------------------------------------------------------------- the runner
 
 TINY = """
 cpu:
@@ -178,9 +170,7 @@ def plan_in(folder: Path, epochs: int = 2) -> list[str]:
     return ["cpu", *places, "--allow_dirty"]
 
 
-def run_plan(
-    folder: Path, *arguments: str, epochs: int = 2, code: int = 0, clock: Any = time.monotonic
-) -> str:
+def run_plan(folder: Path, *arguments: str, epochs=2, code=0, clock=time.monotonic) -> str:
     """What the runner and its runs print, which are forked processes."""
     words, console = [*plan_in(folder, epochs), *arguments], folder / "console.log"
 
@@ -259,27 +249,11 @@ def test_a_plan_that_runs_out_of_time_resumes_from_its_checkpoint(tmp_path):
     assert "short-seed3: done" in console
 
 
-# -------------------------------------------------------------------- logs
-
-
-def write_log(folder: Path, text: str, **config: Any) -> Path:
+def write_log(folder: Path, text: str, **config) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"flags": {"epochs": 1}} | config))
     (folder / "metrics.jsonl").write_text(text)
     return folder
-
-
-def test_logs_of_runs_on_another_data_set_are_deleted(tmp_path, monkeypatch):
-    run = experiments.PlannedRun(tmp_path / "one" / "a-seed0", 0, "python a.py", rows=5000)
-
-    def finish_at_once(*_: object, **__: object) -> SimpleNamespace:
-        write_log(run.folder, '{"epoch": 1, "samples": 1437}\n')
-        return SimpleNamespace(wait=lambda seconds: 0)
-
-    monkeypatch.setattr(experiments.subprocess, "Popen", finish_at_once)
-    failure = experiments.execute(run, deadline=math.inf, variables={})
-    assert failure.endswith("1437 rows, the plan expects 5000; its log is deleted")
-    assert not run.folder.exists()
 
 
 def test_a_packed_run_reads_as_its_folder_did(tmp_path):

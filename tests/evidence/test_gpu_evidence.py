@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -18,15 +17,14 @@ FAKE_PYTHON = """#!/bin/sh
 case "$*" in
 -c* | *tarfile*) exec {python} "$@" ;;
 *eager-256.json*) echo first; echo the GPU is on fire >&2; exit 7 ;;
-*plain-256.json*) sleep 60 ;;
 *) echo "did $*" ;;
 esac
 """
 
 
 @pytest.fixture
-def fake_python(tmp_path: Path) -> Path:
-    """A python with empty packages that does nothing; one step fails, another takes too long."""
+def fake_python(tmp_path):
+    """A python with empty packages that does nothing; one step fails."""
     for name in PACKAGES:
         (tmp_path / "packages").mkdir(exist_ok=True)
         (tmp_path / "packages" / f"{name}.py").write_text("")
@@ -36,7 +34,7 @@ def fake_python(tmp_path: Path) -> Path:
     return path
 
 
-def run_part(folder: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+def run_part(folder, *arguments: str, code: int = 0, **environment: str) -> str:
     """The lines that a part prints; its results are in folder/out."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     variables = {
@@ -58,7 +56,7 @@ def run_part(folder: Path, *arguments: str, code: int = 0, **environment: str) -
     return done.stdout + done.stderr
 
 
-def archived(folder: Path, part: str) -> set[str]:
+def archived(folder, part: str) -> set[str]:
     with tarfile.open(folder / "out" / f"{part}.tgz") as archive:
         return {member.name for member in archive if member.isfile()}
 
@@ -67,16 +65,13 @@ def summary(printed: str) -> list[str]:
     return printed.split("== summary of part")[1].splitlines()[1:]
 
 
-def test_a_step_that_fails_or_takes_too_long_is_reported(tmp_path, fake_python):
-    """The others go on, as long as there is time."""
+def test_a_step_that_fails_is_reported_and_the_others_go_on(tmp_path, fake_python):
     printed = run_part(tmp_path, "B", ONLY="compile-256|eager-256|ngd-256", code=1)
     lines = summary(printed)
     assert [line.split()[0] for line in lines] == ["failed", "ok", "ok"]
     assert re.match(r"failed 7 +\d+ s  01-eager-256 +the GPU is on fire", lines[0])
     assert "    | first\n    | the GPU is on fire" in printed, "the end of what it wrote"
     assert {"B/01-eager-256.log", "B/summary.txt"} <= archived(tmp_path, "B")
-    lines = summary(run_part(tmp_path, "B", ONLY="plain-256|ngd-256", code=1, LIMIT="6"))
-    assert [line.split()[0] for line in lines] == ["timeout", "skipped"]
 
 
 @pytest.mark.process

@@ -106,9 +106,6 @@ if __name__ == "__main__":
     )
 
 
-# -------------------------------------------------------------------- examples
-
-
 EXAMPLES = {  # what each needs, and how its last line of numbers begins
     "plain_loop": ("sklearn", "epoch 8: batch 128, loss"),
     "with_timm": ("timm", "epoch 10: loss"),

@@ -1,12 +1,9 @@
 """--track: what each tracker is sent, resumed runs, missing packages, and trackers that fail."""
 
-from __future__ import annotations
-
 import random
 import sys
-import types
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,42 +24,28 @@ CONFIG = {"flags": {"lr": 0.1, "out": Path("x")}, "commit": "abc", "threads": 1}
 DIGITS = f"{conftest.IMAGES} --epochs 2".split()
 
 
-class FakeLibrary(types.ModuleType):
-    """A tracker's module that remembers what it is given; `fails` names a call that fails."""
+def fake(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> mock.Mock:
+    """Let a module that remembers its calls be wandb; `fails` names a call that fails."""
+    library = mock.Mock(Settings=dict)
 
-    def __init__(self, fails: str = "") -> None:
-        super().__init__("fake")
-        self.fails, self.opened, self.sent, self.closed = fails, [], [], 0
-
-    def call(self, name: str) -> None:
+    def called(name: str) -> mock.Mock:
         random.seed(1)
         torch.manual_seed(1)  # a library may draw random numbers
-        if name == self.fails:
+        if name == fails:
             raise RuntimeError(f"{name} has failed\nwith a second line")
+        return library
 
-    def init(self, **settings: Any) -> FakeLibrary:
-        self.opened.append(settings)
-        self.call("init")
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.call("log")
-        self.sent.append((step, values))
-
-    def finish(self) -> None:
-        self.call("finish")
-        self.closed += 1
-
-    def Settings(self, **settings: Any) -> dict[str, Any]:
-        return settings
-
-
-def fake(name: str, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> FakeLibrary:
-    library = FakeLibrary(fails)
-    monkeypatch.setitem(sys.modules, tracking.LIBRARIES[name][0], library)
+    for name in ("init", "log", "finish"):
+        getattr(library, name).side_effect = lambda *_, name=name, **__: called(name)
+    monkeypatch.setitem(sys.modules, "wandb", library)
     for variable in ("WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
     return library
+
+
+def sent(library: mock.Mock) -> list:
+    """The steps and values of the rows that it got."""
+    return [(call.kwargs["step"], call.args[0]) for call in library.log.call_args_list]
 
 
 def train(folder: Path, *flags: str) -> int:
@@ -80,14 +63,14 @@ def log_rows(folder: Path, name: str, rows: list, known: int, is_main: bool = Tr
 
 def test_rows_and_flags_are_sent_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
     """wandb is offline unless the user says otherwise."""
-    library = fake("wandb", monkeypatch)
+    library = fake(monkeypatch)
     for known, mode in enumerate(("", "online")):  # the second start goes on after the first row
         monkeypatch.setenv("WANDB_MODE", mode)
         for is_main in (False, True):
             log_rows(tmp_path, "wandb", ROWS[: known + 1], known, is_main)
-    assert library.sent == [(4, NUMBERS), (8, {**NUMBERS, "epoch": 2})]
-    assert library.closed == 2
-    first, second = library.opened
+    assert sent(library) == [(4, NUMBERS), (8, {**NUMBERS, "epoch": 2})]
+    assert library.finish.call_count == 2
+    first, second = (call.kwargs for call in library.init.call_args_list)
     assert (first.pop("mode"), second.pop("mode")) == ("offline", "online")
     assert first == second
     machine = {"commit": "abc", "threads": 1}
@@ -99,7 +82,7 @@ def test_a_tracker_that_fails_changes_nothing_and_is_reported_once(tmp_path, mon
     mixup = ("--mixup", "mixup")  # which draws random numbers
     assert train(tmp_path / "plain", *mixup) == 0
     for fails in ("init", "log", "finish"):
-        fake("wandb", monkeypatch, fails=fails)
+        fake(monkeypatch, fails)
         capsys.readouterr()
         assert train(tmp_path / fails, *mixup, "--track", "wandb") == 0
         console = capsys.readouterr()
@@ -118,13 +101,13 @@ def test_a_missing_package_is_one_line_before_the_run(name, refused, monkeypatch
 
 
 def test_a_resumed_run_does_not_take_the_tracker_from_its_checkpoint(here, monkeypatch):
-    library = fake("wandb", monkeypatch)
+    library = fake(monkeypatch)
     assert train(here / "run", "--track", "wandb", "--epochs", "1") == 0
     for more in ([], ["--track", "wandb"]):
         resumed = ["--resume", "run", "--epochs", str(2 + len(more)), *more]
         assert conftest.call(resnet50_test, resumed) == 0
-        assert (len(library.opened) > 1) == bool(more)
-    assert [values["epoch"] for _, values in library.sent] == [1, 3, 4]
+        assert (library.init.call_count > 1) == bool(more)
+    assert [values["epoch"] for _, values in sent(library)] == [1, 3, 4]
 
 
 def test_tensorboard_itself_reads_what_was_sent(tmp_path):

@@ -5,17 +5,14 @@ import fcntl
 import functools
 import importlib.metadata
 import os
-import queue
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import optuna
@@ -47,16 +44,14 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     """Run a sweep in this process, its trials in forked ones; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def start(command: list[str], *, stdout: Any, env: dict[str, str], **_: object) -> Any:
+    def start(command: list[str], *, stdout, env: dict[str, str], **_: object):
         env = {**env, SWEEP: ""}  # whose child it is not
         return ranks.WarmJob(command[1:], tmp_path, env, console=Path(stdout.name))
 
     forking = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(trials, "subprocess", forking)
 
-    def run(
-        searched: str | None, *words: str, main: Callable[[list[str]], None] = sweep.main
-    ) -> tuple[int, str, str]:
+    def run(searched: str | None, *words: str, main=sweep.main) -> tuple[int, str, str]:
         if searched is not None:
             (tmp_path / "space.yaml").write_text(searched)
             words = ("--space", str(tmp_path / "space.yaml"), *words)
@@ -104,15 +99,12 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        (categorical("lr", 1) + categorical("learning-rate", 2), "", "lr is there twice"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("out", "x"), "", "the search sets this flag"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--sampler grid", "lr has a range"),
-        (None, "--resume-from-checkpoint=x", "--resume"),
         (None, "--epochs 3 --warmup 5", "warmup=5"),  # which every trial would refuse
         (None, "--stop-at 0.9", "leave it out"),
-        (None, "--sweep-seed x", "--sweep_seed"),
     ]
 
     def check(text: str | None, words: str, message: str) -> None:
@@ -159,21 +151,17 @@ def test_a_failure_among_the_last_of_several_jobs_ends_the_sweep(tmp_path, run_s
         )
 
 
-def test_what_trials_have_in_common_names_the_folder_of_own_data(tmp_path):
-    def common(words: str) -> Any:
+def test_what_trials_have_in_common_names_the_folder_of_own_data():
+    def common(words: str):
         return TargetScript.read("resnet50_test.py", words.split()).settings()
 
     own = "--dataset folder --data_dir"
     assert common(f"{own} cats") != common(f"{own} dogs")
     assert common("--data_dir a") == common("--data_dir b")
-    (tmp_path / "own.yaml").write_text("ngd: true\nopt_args: {rank: 16}\n")
-    recipe = f"--recipe {tmp_path}/own.yaml"
-    assert "opt_args" not in common(f"{recipe} --optimizer sgd"), "settings of another optimizer"
-    assert common(f"{recipe} --opt_args eps=1")["opt_args"] == {"rank": 16, "eps": 1}
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
-    def slots(jobs: int, nproc: int, *, gpus: int, **given: str) -> queue.Queue[str | None]:
+    def slots(jobs: int, nproc: int, *, gpus: int, **given: str):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         script = SimpleNamespace(given=given)
         return trials.gpu_slots(SimpleNamespace(jobs=jobs, nproc=nproc, script=script))
@@ -186,13 +174,6 @@ def test_gpus_are_divided_among_trials(monkeypatch):
         slots(2, 2, gpus=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert slots(1, 2, gpus=2).get() == "5,7", "those that this process may see"
-
-
-def test_the_last_epoch_of_a_hopeless_trial_is_kept():
-    script = SimpleNamespace(flags=lambda params: {"epochs": 2})
-    runner = trials.TrialRunner(SimpleNamespace(script=script), [], queue.Queue())
-    hopeless = SimpleNamespace(params={}, should_prune=lambda: True)
-    assert [runner.should_prune(hopeless, {"epoch": each}) for each in (1, 2)] == [True, False]
 
 
 @pytest.mark.process
@@ -218,9 +199,7 @@ def test_a_killed_sweep_resumes_its_trial(tmp_path):
 
 
 @pytest.mark.process
-def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
-    run_sweep, tmp_path, monkeypatch
-):
+def test_hopeless_trials_are_pruned_and_failures_recorded(run_sweep, tmp_path, monkeypatch):
     """And the folder holds this sweep alone, which another start finds complete."""
     searched = categorical("lr", 0.05, 1e-6, 1e30)
     grid = ["--sampler", "grid", *DIGITS, "--epochs", "4", "--bs", "16", "--lr", "1e-6"]
@@ -246,8 +225,6 @@ def test_a_hopeless_trial_is_pruned_and_one_that_fails_is_recorded(
     with (tmp_path / "sweep" / "study.log").open("a") as log:
         log.write('{"op_code": 5, "wor')  # as where the machine lost its power
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
-    (tmp_path / "sweep" / "study.log").rename(tmp_path / "study.db")
-    assert "trials without study.log" in run_sweep(searched, *grid)[2]
     monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=BlockingIOError))
     assert "another process is writing to this folder" in run_sweep(searched, *grid)[2]
 
@@ -278,7 +255,7 @@ def test_a_sweep_without_a_complete_trial_makes_no_recipe(run_sweep, tmp_path):
     assert not (tmp_path / "sweep" / "recipe.yaml").exists()
 
 
-def written(words: list[str], params: dict[str, Any], folder: Path, nproc: int = 1) -> Any:
+def written(words: list[str], params: dict, folder: Path, nproc: int = 1):
     """As much of a sweep's settings as its command needs, after its recipe is written."""
     script, *flags = words
     config = SimpleNamespace(
@@ -292,10 +269,9 @@ def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, caps
     """A recipe has no folder of data; rows are held out where the data is a training set alone."""
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "my texts; $HOME"
-    data.mkdir()
     texts = "label,text\n" + "spam,a prize\nham,at noon\n" * 8
     for split in ("train", "test"):  # what is there by then
-        (data / f"{split}.csv").write_text(texts)
+        conftest.write(data, **{f"{split}__csv": texts})
         flags = "transformer_test.py --dataset csv --width 8 --heads 2 --bs 4 --epochs 1".split()
         flags += ["--weights", "run-train"] if split == "test" else []
         config = written([*flags, "--data_dir", data.name], {}, tmp_path)
@@ -319,7 +295,6 @@ LINEAR = {"optimizer": "sgd", "lr_scaling": "linear", "base_bs": 256}
         ("--optimizer lamb", {"lr": 0.1, "bs": 32, "accumulate": 3}, 1, LAMB),
         ("--bs 512 --lr_scaling sqrt --base_bs 96", {"lr": 0.1}, 1, {"batch_size": 512, **SCALED}),
         ("--recipe given.yaml", {"nesterov": False}, 1, {"arch": "resnet20"}),
-        ("--meta_learning --subset 0.1", {"alpha": 0.3}, 1, {"mixup": "meta"}),
         ("--crop_fill reflect", {"crop_pad": 2}, 1, {"augment_args": {"fill": "reflect"}}),
     ],
 )
@@ -371,17 +346,14 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
-        ("--vary label_noise=0,", "give two values or more"),
         ("--vary lerning_rate=1,2", "did you mean --learning_rate?"),
         ("--vary mixup=none,mixupp", "did you mean mixup?"),
         ("--vary lr=1,2", "searches the rate"),
         ("--vary ngd=true,false", "stands for --optimizer ngd; write --vary optimizer="),
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
-        ("--vary recipe=a.yaml,c.yaml", "this is no file"),
         ("--vary recipe=a.yaml,held.yaml", "--val_fraction: the search sets this flag"),
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
-        ("--optimizers sgd adamw --minute 1", "did you mean --minutes?"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
         ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
         ("--optimizers sgd adamw --folds 5 --seeds 3", "--folds and --seeds"),

@@ -14,15 +14,7 @@ DELTA, CONDITION = 5e-4, 1e6
 class Axis:
     """The Fisher factor F_t = R_t' D_t R_t + rho_t I of one axis of length `dim`."""
 
-    def __init__(
-        self,
-        dim: int,
-        rank: int = 32,
-        alpha: float = 4.0,
-        eta: float = 0.1,
-        period: int = 4,
-        phase: int = 0,
-    ) -> None:
+    def __init__(self, dim: int, rank=32, alpha=4.0, eta=0.1, period=4, phase=0) -> None:
         self.D, self.R = dim, min((dim + 1) // 2, rank)
         self.alpha, self.eta, self.period, self.phase = alpha, eta, period, phase
         rows = torch.zeros(self.R, dim, dtype=torch.float64)

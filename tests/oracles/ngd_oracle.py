@@ -13,14 +13,7 @@ FLOOR, KEPT, RIDGE, SAMPLE = 1e-7, 1e-5, 1e-10, 4
 class Oracle:
     """The steps of one matrix (outputs, inputs) at learning rate 1, without weight decay."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        *,
-        rank: int = 32,
-        momentum: float = 0.6,
-        nesterov: bool = True,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], *, rank=32, momentum=0.6, nesterov=True) -> None:
         self.outputs, self.inputs = shape
         self.D = min(shape)
         self.r = min((self.D + 1) // 2, rank)

@@ -1,8 +1,7 @@
 """Parameters, gradients and steps for the tests of NGD and KaldiNGD."""
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def set_gradients(parameters: Sequence[Tensor], t: int, scale: float = 1.0) -> N
         p.grad = torch.empty_like(p, requires_grad=False).copy_(noise * scale)
 
 
-def train(optimizer: Any, steps: Iterable[int], scale: float = 1.0) -> Any:
+def train(optimizer, steps: Iterable[int], scale: float = 1.0):
     for t in steps:
         set_gradients(parameters_of(optimizer), t, scale)
         optimizer.step()
@@ -46,7 +45,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, T
     return [(p.detach().clone(), state) for p, state in zip(parameters_of(optimizer), tensors)]
 
 
-def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
+def assert_same(one, other, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
@@ -55,7 +54,7 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
+def through_a_file(optimizer: torch.optim.Optimizer):
     """An optimizer of copies of the parameters that loaded the state."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -66,14 +65,11 @@ def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
     return other
 
 
-def correlated(
-    shape: Sequence[int], steps: int, seed: int = 1, decay: float = 3.0, spike: float = 0.0
-) -> Iterator[Tensor]:
-    """Yields random float64 gradients, mixed along each axis by an ill-conditioned matrix.
+def correlated(shape: Sequence[int], steps: int, seed=1, decay=3.0, spike=0.0):
+    """Yield random float64 gradients, mixed along each axis by an ill-conditioned matrix.
 
-    The spectrum of the matrix falls by `decay` decades.
-
-    At steps 20 to 24 a gradient of rank one, `spike` times as large, is added.
+    Its spectrum falls by `decay` decades. At steps 20 to 24 a gradient of rank one, `spike` times
+    as large, is added.
     """
     generator = torch.Generator().manual_seed(seed)
     mixing = []

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def calls(folder: Path) -> list[list[str]]:
     return [shlex.split(line) for line in (folder / "calls.txt").read_text().splitlines()]
 
 
-def parsed(words: list[str]) -> dict[str, Any]:
+def parsed(words: list[str]) -> dict:
     """The flags of a command that names a script."""
     number = next(number for number, word in enumerate(words) if word in SCRIPTS)
     script = SCRIPTS[words[number]]

@@ -8,9 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ import torch
 import ranks
 from conftest import each_of, write_images
 from distributed.launch import launch
-from distributed.worker import LAUNCHER, end_with_launcher
 
 RUN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --mixup cutmix
     --epochs 12 --save_every 4 --threads 1 --precision fp32 --seed 3 --out run --resume auto"""
@@ -30,11 +26,11 @@ def command(size: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory):
     """The uninterrupted run on so many ranks."""
 
     @functools.cache
-    def finish(size: int) -> Path:
+    def finish(size: int):
         folder = tmp_path_factory.mktemp("whole")
         ranks.run(f"{command(size)} --keep 1", folder, size)
         return folder / "run"
@@ -42,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return finish
 
 
-def wait_for_a_row(folder: Path, job: subprocess.Popen[str]) -> None:
+def wait_for_a_row(folder, job: subprocess.Popen[str]) -> None:
     """Until an epoch is done, of which there are eleven more."""
     log = folder / "run" / "metrics.jsonl"
     ranks.wait_for(lambda: log.exists() and "\n" in log.read_text(), job)
@@ -82,8 +78,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
 
 
 def test_four_ranks_restart_once_and_end_with_one_of_them_and_go_on_bit_for_bit(whole, tmp_path):
-    """And whatever port is taken."""
-    with socket.socket() as taken:
+    with socket.socket() as taken:  # of the port that the job was to have
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         variables = {"NGPU": "4", "MAX_RESTARTS": "1", "MASTER_PORT": str(taken.getsockname()[1])}
@@ -217,7 +212,7 @@ def test_a_slurm_job_hands_on_its_cores_and_goes_on_with_its_run_from_any_folder
 # -------------------------------------------------------------------- torchrun
 
 
-def exit_with(words: list[str], console: Path) -> None:
+def exit_with(words: list[str], console) -> None:
     """Become a launcher with these words, to whom nothing happens when a terminal is closed."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with open(console, "a") as log:
@@ -249,24 +244,3 @@ def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, cod
     lines = (tmp_path / f"{code}.log").read_text().splitlines()
     expected = {137: ["error: process 1 was ended by signal 9"], 130: ["stopped"] * 2}
     assert [line for line in lines if line != "Terminated"] == expected.get(code, [])
-
-
-def obey(launcher: str) -> None:
-    os.environ[LAUNCHER] = launcher
-    end_with_launcher()
-    time.sleep(60)
-
-
-def test_a_worker_below_another_program_ends_where_its_launcher_has_ended_before():
-    launcher = subprocess.Popen(["sleep", "60"])
-    processes = []
-    for code in (None, -signal.SIGKILL):
-        process = ranks.FORKSERVER.Process(target=obey, args=(str(launcher.pid),))
-        process.start()
-        process.join(1 if code is None else 30)
-        assert process.exitcode == code
-        processes.append(process)
-        launcher.kill()
-        launcher.wait()
-    assert processes[0].is_alive()
-    processes[0].kill()

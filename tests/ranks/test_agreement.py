@@ -33,9 +33,6 @@ def ranks_agree_or_raise_together(world: World) -> None:
     assert agreement.once_a_node(world, lambda: world.rank) == 0
     with pytest.raises(InputError, match="the folder is taken"):
         agreement.once_a_node(world, refuse)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: 0)  # as without /proc
-        assert agreement.once_a_node(world, lambda: world.rank) == world.rank
     with agreement.local_main_first(world):
         pass
     memory = agreement.node_memory(world, world.size if world.rank == 0 else 0)

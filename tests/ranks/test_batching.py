@@ -24,7 +24,6 @@ from training.batch_sampler import DynamicBatchSampler
 from training.losses import CrossEntropy
 from training.micro_batches import MicroBatches
 from training.step_stats import squared_norm
-from training.trainer import Trainer
 
 
 class Alike(World):
@@ -92,7 +91,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(4, (rows,), generator=generator)
 
 
-def noise_sums(trainer: Trainer) -> list[float]:
+def noise_sums(trainer) -> list[float]:
     names = "small_square inverse_small big_square inverse_big".split()
     return [getattr(trainer.sums, name).item() for name in names]
 

@@ -1,7 +1,5 @@
 """DiLoCo: against its algorithm in float64; its bytes, and what stays as it is."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,7 +39,7 @@ def oracle(size: int, steps: int, every: int) -> list[list[Tensor]]:
     return w
 
 
-def started(world: World, mine: list[Tensor], every: int, **settings: Any) -> DiLoCo:
+def started(world: World, mine: list[Tensor], every: int, **settings) -> DiLoCo:
     hook = DiLoCo(world, every, **settings)
     hook.start(mine)
     return hook

@@ -1,5 +1,7 @@
 """Ranks together do what one process does; and they decide together."""
 
+import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 import ranks
 from distributed import world
+from distributed.interface import check_interfaces, interface_of, own_address, use_interface_of
 from distributed.world import StopVote, World
 from errors import InputError
 from trainers import FP32, flat, make_trainer, text_batch, text_model, trainer_of
@@ -119,11 +122,14 @@ def sums_and_votes(world):
     sums.skipped.fill_(world.rank)
     assert sums.totals(world).skipped == (world.size - 1) / 2
     model = nn.BatchNorm1d(2)
-    trainer = trainer_of(model, world)
+    trainer = trainer_of(model, world, average_decay=0.5)
     model.register_buffer("constant", torch.tensor(float(world.rank)))
-    model.running_mean.fill_(world.rank)
+    for norm in (model, trainer.average.model):
+        norm.running_mean.fill_(world.rank)
     trainer.parallel.sync_replicas(trainer.statistics())
-    assert (model.constant, *model.running_mean) == (world.rank, *2 * [(world.size - 1) / 2])
+    for norm in (model, trainer.average.model):
+        assert norm.running_mean.tolist() == 2 * [(world.size - 1) / 2]
+    assert model.constant == world.rank
 
 
 def all_of_it(world):
@@ -177,9 +183,7 @@ def test_variables_of_the_network_that_are_wrong_are_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         for name, value in (
             ("RANK", "2"),
-            ("WORLD_SIZE", ""),
             ("MASTER_ADDR", ""),
-            ("MASTER_PORT", "70000"),
             ("MASTER_PORT", "http"),
             ("MASTER_PORT", str(taken.getsockname()[1])),
             ("GLOO_SOCKET_IFNAME", "lo,eth77"),
@@ -188,6 +192,25 @@ def test_variables_of_the_network_that_are_wrong_are_named(monkeypatch):
                 patch.setenv(name, value)
                 with pytest.raises(InputError, match=name):
                     world.init_world("cpu").__enter__()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+def test_the_interface_of_the_route_is_used_unless_the_user_chose_one(monkeypatch):
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") == "", "an address of documentation, RFC 5737"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    use_interface_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for chosen, is_wrong in (("=lo", 0), ("l", 0), ("^lo", 0), ("=l", 1), ("eth77", 1)):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", chosen)
+        check_interfaces(is_gpu=False)
+        with pytest.raises(InputError) if is_wrong else contextlib.nullcontext():
+            check_interfaces(is_gpu=True)
 
 
 NO_THREADS_LEFT = """

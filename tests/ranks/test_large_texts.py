@@ -5,7 +5,6 @@ import os
 import random
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import ranks
 import transformer_test
 from cli import factory, text_classification
 from conftest import parsed
-from distributed.world import World
 from errors import InputError
 from input_pipeline import text_datasets
 from input_pipeline.stored_texts import StoredTexts
@@ -44,7 +42,7 @@ def own_memory() -> int:
 
 
 @contextlib.contextmanager
-def memory_seen() -> Iterator[list[int]]:
+def memory_seen():
     """The memory of this process, as a thread sees it in the block again and again."""
     seen, done = [], threading.Event()
 
@@ -60,7 +58,7 @@ def memory_seen() -> Iterator[list[int]]:
     seen.append(own_memory())
 
 
-def load(world: World, folder: Path) -> None:
+def load(world, folder: Path) -> None:
     """Load the data as the script does; write the peak of memory and what was loaded."""
     args = parsed(transformer_test, WORDS, "--no-baseline --data_dir", folder)
     run = factory.create_run(args, transformer_test.SCRIPT, world)

@@ -1,27 +1,21 @@
 """Meta-mixup: wrong labels are found, doubted rows give way, held-out rows are given back."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import mixup
 import ranks
 import resnet50_test
 import transformer_test
 from conftest import call, each_of
-from distributed.world import World
 from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix, least_share, wrong_labels
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
 from training.losses import MixedCrossEntropy
 from training.meta_learner import MetaLearner
-
-# -------------------------------------------------------------------- the policy
 
 
 @each_of("noise", [0.0, 0.1, 0.4])
@@ -123,9 +117,6 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
     torch.testing.assert_close(losses.excess, expected)
 
 
-# -------------------------------------------------------------------- in the training loop
-
-
 class Texts:
     """Texts whose first token tells the class, and whose second one is 6 + the row's number."""
 
@@ -139,7 +130,7 @@ class Texts:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batches(self, plan: Sequence[Tensor], epoch: int | None = None) -> Iterator[Any]:
+    def batches(self, plan, epoch: int | None = None):
         assert epoch is None, "held-out batches are not augmented"
         return ((self.tokens[rows], rows % 3) for rows in plan)
 
@@ -158,7 +149,7 @@ def test_rows_that_are_held_out_come_from_an_epoch_on(labels):
         assert bool(torch.isin(drawn, held_out).any()) == (epoch >= 2)
 
 
-def all_ranks_learn_one_policy(world: World) -> None:
+def all_ranks_learn_one_policy(world) -> None:
     torch.manual_seed(1)
     sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "max_len": 16}
     model = Transformer(80, 3, **sizes, mix_at="tokens")

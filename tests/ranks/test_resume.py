@@ -3,16 +3,17 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+import conftest
 import ranks
+import resnet50_test
 from conftest import for_each
+from test_checkpoint import flip
 from training import atomic_file, checkpoint
 from training.trainer import Trainer
 
@@ -41,7 +42,7 @@ WAYS = {  # name: number of ranks, command
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory):
     """The folder of an uninterrupted run of a way, which kept all of its checkpoints."""
 
     @functools.cache
@@ -83,8 +84,6 @@ def test_the_loss_scale_goes_on(here):
     assert checkpoint.load(here / "run").state["scaler"]["scale"] == 128.0
 
 
-# -------------------------------------------------------------------- kills
-
 POINTS = ["mid-epoch", "before best.pt", "before fsync", "before rename", "between the two names"]
 CRASHED = 9
 KILLED = f"{IMAGES} --epochs 2 --keep 2 --out run"
@@ -96,17 +95,17 @@ def crash_at(point: str, rank: str = "0") -> None:
         return
     steps = 0
 
-    def before(owner: Any, name: str, is_point: Callable[..., bool]) -> None:
+    def before(owner, name: str, is_point) -> None:
         real = getattr(owner, name)
 
-        def crash_or_go_on(*args: Any, **named: Any) -> Any:
+        def crash_or_go_on(*args, **named):
             if is_point(*args) and steps > 5:
                 os._exit(CRASHED)
             return real(*args, **named)
 
         setattr(owner, name, crash_or_go_on)
 
-    def count(*_: Any) -> bool:
+    def count(*_) -> bool:
         nonlocal steps
         steps += 1
         return point == "mid-epoch"
@@ -141,9 +140,6 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
     for_each([(point,) for point in POINTS], goes_on)
 
 
-# -------------------------------------------------------------------- other numbers of ranks
-
-
 @pytest.mark.parametrize(
     ("way", "size", "more"),
     [
@@ -173,3 +169,71 @@ def test_a_run_goes_on_with_other_ranks_and_other_ways(way, size, more, finished
     rows = ranks.metrics(tmp_path / "run")
     assert rows[3]["train_loss"] < rows[2]["train_loss"]
     assert [row["world_size"] for row in rows] == [2, 2, 2, size]
+
+
+# -------------------------------------------------------------------- damaged checkpoints
+
+KEPT = "--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 3 --threads 1 --seed 2"
+
+
+@pytest.fixture(scope="module")
+def finished_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs that kept three checkpoints; tests take copies of it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    conftest.run(resnet50_test, KEPT, "--keep 3 --out", folder)
+    return folder
+
+
+@pytest.fixture
+def copied(finished_alone: Path, here: Path) -> Path:
+    return Path(shutil.copytree(finished_alone, Path("runs") / "resnet50_test-1"))
+
+
+def epochs(folder: Path) -> dict[str, int]:
+    return {path.name: checkpoint.load(path).progress["epoch"] for path in folder.glob("*.pt")}
+
+
+def test_a_damaged_or_missing_last_checkpoint_is_passed_over(finished_alone, copied):
+    assert epochs(finished_alone) == {"last.pt": 3, "last-1.pt": 2, "last-2.pt": 1, "best.pt": 3}
+    for damage, names, used in (
+        (Path.unlink, ["last.pt", "best.pt"], "last-1.pt"),
+        (flip, ["last.pt", "last-1.pt", "best.pt"], "last-2.pt"),
+    ):
+        shutil.copytree(finished_alone, copied, dirs_exist_ok=True)
+        for name in names:
+            damage(copied / name)
+        console = conftest.run(resnet50_test, "--resume")  # of the newest run
+        [line] = [line for line in console.splitlines() if line.startswith("warning: runs")]
+        assert f"{copied}/{used} is used instead, which was written after" in line
+        ranks.same_run(finished_alone, copied)
+        assert epochs(copied)["best.pt"] == 3
+
+
+def test_an_older_checkpoint_can_be_named_only_where_newer_ones_are_damaged(finished_alone, copied):
+    resume = functools.partial(conftest.run, resnet50_test, f"--resume {copied}/last-2.pt")
+    assert "gone on to step 69 (last.pt)" in resume(code=2)
+    flip(copied / "last.pt")
+    assert "gone on to step 46 (last-1.pt)" in resume(code=2)
+    (copied / "last-1.pt").unlink()
+    resume()
+    ranks.same_run(finished_alone, copied)
+
+
+def test_only_a_run_that_trains_there_changes_the_damaged_folder(finished_alone, copied):
+    flip(copied / "last.pt")
+    before = {path.name: path.read_bytes() for path in copied.glob("*.pt")}
+    console = conftest.run(resnet50_test, "--checkpoint last --evaluate")
+    assert f"warning: {copied}/last.pt is damaged" in console
+    assert f"weights of {copied}/last-1.pt: epoch 2" in console
+    conftest.run(resnet50_test, "--resume", copied, "--out other")
+    ranks.same_run(finished_alone, Path("other"))
+    assert {path.name: path.read_bytes() for path in copied.glob("*.pt")} == before
+
+
+def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied):
+    flip(copied / "last.pt")
+    console = conftest.run(resnet50_test, "--resume", copied, "--lr 1e-9")
+    assert f"best.pt of epoch 2 is not in {copied}: the best epoch is chosen" in console
+    best, last = (checkpoint.load(copied / f"{name}.pt").progress for name in ("best", "last"))
+    assert best["best"] == last["best"]
+    assert best["rows"] == last["rows"][: best["epoch"]]

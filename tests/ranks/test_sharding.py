@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
 
-def trainer_of(
-    world: World, parallel: str, name: str = "sgd", wire: str = "none", **options: Any
-) -> Trainer:
+def trainer_of(world: World, parallel: str, name="sgd", wire="none", **options) -> Trainer:
     net = text_model(depth=2)
     if parallel != "ddp":
         wire_dtype = comm_hooks.WIRE_DTYPES.get(wire)
@@ -35,7 +32,7 @@ def trainer_of(
     return make_trainer(net, optimizer, world, comm_hook=hook, **options)
 
 
-def trained(world: World, parallel: str, name: str = "sgd", **options: Any) -> Trainer:
+def trained(world: World, parallel: str, name: str = "sgd", **options) -> Trainer:
     """Five steps; the third of them has a gradient that is not finite on one rank."""
     trainer = trainer_of(world, parallel, name, **options)
     trainer.wrap_model()

@@ -1,19 +1,13 @@
 """Damaged recipes, checkpoints and data sets: exit code 2 and one line that names the file."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 
 from conftest import SHORT, for_each, write_images
 from input_pipeline import image_batches
 from training import checkpoint
-
-# -------------------------------------------------------------------- recipes and checkpoints
-
 
 ALIAS_BOMB = b"lr: [&a0 [%s], %s]" % (
     b", ".join([b"1"] * 9),
@@ -25,11 +19,8 @@ COMMAND_LINE = "recipe resume checkpoint evaluate predict predict_out export con
 WRONG_RECIPES = [
     (b"lr: [", "not YAML"),
     (b"", "flag: value"),
-    (b"lr:", "--lr"),
     (b"\xff\xfe\x00binary", "not YAML"),
     (b"lr: 2024-13-45", "must be a number, got '2024-13-45'"),
-    (b"lr: !!int abc", "must be a number, got 'abc'"),
-    (b"[" * 3000, "not YAML"),
     (b"lr: 0.1\nepochs: 2\nlr: 0.2\n", "lr is given twice"),
     (b"opt_args: {rank: 4, rank: 8}", "rank is given twice"),
     (b"batch_size: 8\nbs: 4", "batch_size and bs are one flag"),
@@ -37,10 +28,8 @@ WRONG_RECIPES = [
     (ALIAS_BOMB, "is neither a value nor a list"),
     (b"augment: yes", "--augment: 'yes' is not one of standard, none"),
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
-    (b"out: ''", "--out: the value is empty"),
     (b"nestrov: false", "did you mean --no-nesterov?"),
     (b"lr: true", "expected one argument"),
-    (b"fuse: 3", "3: this is neither a flag"),
     (b"lr: -1", "must be above 0"),
     (b"ngd: no", "which optimizer instead"),
     *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
@@ -61,19 +50,13 @@ UNFIT = [
     ("images", "--resume {texts}", "transformer_test"),
     ("texts", "--resume {images}", "resnet50_test"),
     ("images", "--resume {images} --epochs 2 --arch resnet32", "--resume"),
-    ("texts", "--resume {texts} --epochs 2 --depth 2", "--resume"),
     ("texts", "--checkpoint {texts} --evaluate --depth 3", "Missing key(s) in state_dict"),
     ("images", "--resume {images} --predict nowhere.png", "nowhere.png"),
     ("images", "--resume {images} --predict text.png", "text.png"),
     ("images", "--resume {images} --predict {images}", "contains no images"),
     ("texts", "--resume {texts} --predict {texts}", "contains no .txt files"),
     ("texts", "--resume {texts} --predict nowhere.txt", "nowhere.txt"),
-    (
-        "texts",
-        "--resume {texts} --predict in.csv",
-        "in.csv: no column is known to be the text (col",
-    ),
-    ("texts", "--resume {texts} --predict image.txt", "image.txt"),
+    ("texts", "--resume {texts} --predict in.csv", "in.csv: no column is known to be the text"),
     ("texts", "--evaluate --checkpoint model.onnx", "is an export"),
     ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
     ("images", "--resume {images} --predict a.png --predict_out none/out.csv", "does not exist"),
@@ -81,7 +64,6 @@ UNFIT = [
     ("texts", "--resume {texts} --predict in.csv --predict_out in.csv", "is there already"),
     ("images", "--resume {images} --export model.txt", "model.txt"),
     ("images", "--resume {images}/gone.pt", "--sync lag: the checkpoint has it"),
-    ("images", "--resume {images}/former.pt --predict none.png", "none.png"),
     ("images", "--resume {images} --export none/model.pt2", "none/model.pt2"),
 ]
 
@@ -90,19 +72,12 @@ def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_pa
     (tmp_path / "text.png").write_text("words")
     (tmp_path / "in.csv").write_text("Stocks rise,today\n")
     (tmp_path / "model.onnx").write_bytes(b"an export")
-    Image.new("RGB", (8, 8), (200, 180, 255)).save(tmp_path / "image.png")
-    (tmp_path / "image.png").rename(tmp_path / "image.txt")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
     content = torch.load(copies["images"] / "last.pt", weights_only=True)
     content["flags"]["sync"] = "lag"  # which was removed
     checkpoint.save(copies["images"] / "gone.pt", content)
-    content["flags"] |= {"sync": "sync", "mixup": "meta", "mixup_args": {"policy": "pair"}}
-    checkpoint.save(copies["images"] / "former.pt", content)  # of former settings
     cases = [(name, extra.format(**copies), names) for name, extra, names in UNFIT]
     for_each(cases, lambda *case: refused(*case, base="--device cpu --threads 1"))
-
-
-# -------------------------------------------------------------------- data
 
 
 def test_damaged_data_set_is_named(refused, tmp_path):
@@ -110,18 +85,14 @@ def test_damaged_data_set_is_named(refused, tmp_path):
     for folder in (cifar, mnist):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / cifar / "data_batch_1").write_bytes(b"\x80\x02}q\x01(U")
-    sizes = np.array([60_000, 28, 28], dtype=">i4").tobytes()
-    cut_short = bytes([0, 0, 8, 3]) + sizes + bytes(1000)
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        (tmp_path / mnist / f"{name}-ubyte").write_bytes(cut_short)
+        (tmp_path / mnist / f"{name}-ubyte").write_bytes(bytes([0, 0, 8, 3]) + bytes(1000))
     for name, folder in (("cifar10", cifar), ("mnist", mnist)):
         refused("images", f"--dataset {name} --data_dir data", str(folder))
 
 
-WRONG_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+WRONG_FOLDERS = [
     (lambda root: shutil.rmtree(root / "test"), "test is missing"),
-    (lambda root: [shutil.rmtree(folder) for folder in (root / "test").iterdir()], "test"),
-    (lambda root: shutil.rmtree(root / "train" / "dog"), "train"),
     (lambda root: [path.unlink() for path in (root / "train" / "dog").iterdir()], "train/dog"),
     (lambda root: (root / "test" / "emu").mkdir(), "test/emu"),
     (lambda root: (root / "train" / "cat" / "03.png").write_text("words"), "train/cat/03.png"),

@@ -6,7 +6,6 @@ import pickle
 import re
 import stat
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ from errors import InputError
 from training import checkpoint
 
 
-def state_of(seed: int) -> dict[str, Any]:
+def state_of(seed: int) -> dict:
     tensor = torch.randn(100, 100, generator=torch.Generator().manual_seed(seed))
     return {
         "script": "a_test",
@@ -38,32 +37,18 @@ def kept(folder: Path) -> dict[str, int]:
     return {path.name: checkpoint.load(path).metadata["seed"] for path in folder.iterdir()}
 
 
-def test_load_gives_back_what_was_saved_by_file_and_by_folder(tmp_path):
-    save(tmp_path, 1)
-    for path in (tmp_path, tmp_path / "last.pt"):
-        found = checkpoint.load(path, "a_test")
-        assert found.file == tmp_path / "last.pt"
-        torch.testing.assert_close(found.weights, state_of(1)["model"], rtol=0, atol=0)
-        rest = {"progress": found.progress, **found.metadata}
-        assert {**rest, "model": None} == {**state_of(1), "model": None}
-    assert os.listdir(tmp_path) == ["last.pt"]
-    part = checkpoint.to_cpu([torch.zeros(9)[:2]])  # of a flat buffer, which no file repeats
+def test_a_file_does_not_repeat_a_flat_buffer_for_each_part_of_it():
+    part = checkpoint.to_cpu([torch.zeros(9)[:2]])
     assert part[0].untyped_storage().nbytes() == 8
 
 
-def test_another_version_and_another_script_are_refused_in_one_line(tmp_path):
+def test_another_version_is_refused_in_one_line(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     with pytest.raises(InputError, match="not a checkpoint of this version"):
         checkpoint.load(tmp_path / "tensor.pt")
     torch.save({"format": "faster-training-3", **state_of(1)}, tmp_path / "last.pt")
     with pytest.raises(InputError, match=r"not a checkpoint of this version .*faster-training-3"):
         checkpoint.load(tmp_path)
-    save(tmp_path, 1)
-    with pytest.raises(InputError, match=r"written by a_test\.py, not b_test\.py"):
-        checkpoint.load(tmp_path, "b_test")
-
-
-# -------------------------------------------------------------------- writing
 
 
 @each_of(("broken", "before"), [("os.fsync", 0), ("os.fsync", 1), ("torch.save", 1)])
@@ -106,9 +91,6 @@ def test_the_latest_checkpoints_keep_numbered_names(link, tmp_path, monkeypatch)
     assert kept(tmp_path) == {"last.pt": 5, "last-1.pt": 4, "last-2.pt": 3}
     save(tmp_path, 6)
     assert kept(tmp_path) == {"last.pt": 6}
-
-
-# -------------------------------------------------------------------- reading
 
 
 class Trap:

@@ -4,24 +4,11 @@ import json
 import time
 
 import pytest
-import torch
-from torch import nn
 
-from backends import execution
 from training import step_stats
 from training.epoch_report import training_seconds
 from training.progress import Progress
 from training.step_stats import TrainClock
-
-
-def test_compiling_is_timed_once_for_each_shape():
-    model = nn.Linear(3, 2)
-    model.compile(backend="eager", dynamic=False)
-    seconds = [execution.compile_seconds()]
-    for rows in (4, 4, 5):
-        model(torch.ones(rows, 3)).sum().backward()
-        seconds.append(execution.compile_seconds())
-    assert seconds[0] < seconds[1] == seconds[2] < seconds[3]
 
 
 def test_the_clock_tells_compiling_apart_and_goes_on_after_a_resume(monkeypatch):

@@ -57,17 +57,8 @@ def test_a_fused_mlp_equals_the_modules(activation):
     assert fused.state_dict().keys() == modules.state_dict().keys()
     assert_same(modules, x, [modules], other=(fused, [fused]))
     assert stored_bytes(lambda: fused(x)) == x.numel() * x.element_size()
-
-
-@each_of(
-    "layers",
-    [
-        [nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)],
-        [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()],
-    ],
-)
-def test_other_sequentials_are_not_replaced(layers):
-    assert fusion.fuse(nn.ModuleList([nn.Sequential(*layers)])) == 0
+    longer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    assert fusion.fuse(nn.ModuleList([longer])) == 0, "another sequence is not replaced"
 
 
 def resnet(arch: str) -> tuple[nn.Module, Tensor]:

@@ -33,9 +33,6 @@ def weights(model: nn.Module) -> Tensor:
     return flat(model.parameters()).cpu()
 
 
-# -------------------------------------------------------------------- steps
-
-
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_steps_do_not_wait_for_the_gpu(name):
@@ -73,9 +70,6 @@ def test_an_optimizer_does_what_it_does_on_the_cpu(name):
     )
 
 
-# -------------------------------------------------------------------- data
-
-
 @needs_gpu
 @each_of("reflect", [False, True])
 def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
@@ -93,9 +87,6 @@ def test_crops_and_pasted_boxes_have_the_bytes_of_the_cpu(reflect):
         results.append((cropped.cpu(), mixup.blend(images, mix).cpu()))
     for ours, theirs in zip(*results):
         assert torch.equal(ours, theirs)
-
-
-# -------------------------------------------------------------------- runs
 
 
 @needs_gpu

@@ -24,7 +24,6 @@ from trainers import build_optimizer, flat, make_trainer
 from training.checkpoint import Checkpoint
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_learner import MetaLearner
-from training.trainer import Trainer
 
 BF16 = Precision("bf16", "cuda")
 RATES = {"sgd": 0.1, "adamw": 1e-3, "ngd": 0.05, "lamb": 0.01, "lars": 1.0}
@@ -55,7 +54,7 @@ def batches(device: str = "cpu"):
         yield x.to(device), torch.randint(10, (rows,), generator=generator).to(device)
 
 
-def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -> Trainer:
+def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False):
     torch.manual_seed(0)
     model = create_model("resnet8", classes=10, channels=1, image_size=8).to(device)
     optimizer = build_optimizer(model, name, RATES[name], 1e-3)
@@ -64,7 +63,7 @@ def make(name: str, device: str = "cpu", *, loss_fn=None, graph: bool = False) -
     return make_trainer(model, optimizer, World(device=torch.device(device)), **settings)
 
 
-def run(trainer: Trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def run(trainer, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and sums after steps at a falling rate; the gradients of two are not finite."""
     for number, (x, y) in enumerate(batches(device)):
         trainer.set_lr(trainer.optimizer.defaults["lr"] / (1 + number))
@@ -95,7 +94,7 @@ def test_recorded_steps_are_the_steps(name, monkeypatch):
 
 
 def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(monkeypatch):
-    calls, recorded = [], []
+    calls, expected, recorded = [], [], []
 
     def record(body, tensors, *, weight):
         recorded.append((tensors[0].shape, weight))
@@ -107,11 +106,8 @@ def test_the_first_calls_of_a_shape_are_not_recorded_and_weights_are_part_of_it(
         assert bool(runner.recorded) == (number > cuda_graph.WARM_UP_CALLS)
         runner(torch.tensor([float(number)]), weight=0.5)
         runner(torch.tensor([float(-number)]), weight=2.0)
-    assert calls == [
-        pair
-        for n in range(cuda_graph.WARM_UP_CALLS + 2)
-        for pair in (([float(n)], 0.5), ([float(-n)], 2.0))
-    ]
+        expected += [([float(number)], 0.5), ([float(-number)], 2.0)]
+    assert calls == expected
     assert recorded == [((1,), 0.5), ((1,), 2.0)]
     runner.invalidate()
     runner(torch.zeros(1), weight=0.5)
@@ -205,15 +201,8 @@ def test_loading_a_state_invalidates_the_graphs(monkeypatch):
 def test_it_needs_a_gpu_and_refuses_flags_that_it_does_not_support(refused, monkeypatch):
     if not torch.cuda.is_available():
         refused("images", "--backend cudagraph", "needs a GPU")
-    for more, named in (
-        ("--optimizer kaldi_ngd", "--optimizer kaldi_ngd"),
-        ("--optimizer muon", "--optimizer muon"),
-        ("--mixup cutmix", "cutmix"),
-    ):
-        refused("images", f"--backend cudagraph {more}", named)
-    refused(
-        "images", "--backend cudagraph", "--precision fp16", conftest.IMAGES.replace("fp32", "fp16")
-    )
+    for more in ("--optimizer muon", "--mixup cutmix", "--precision fp16"):
+        refused("images", f"--backend cudagraph {more}", more)
 
 
 @needs_gpu

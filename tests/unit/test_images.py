@@ -236,20 +236,6 @@ def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path
     assert paths.nbytes == len(paths) * len(os.fsencode(folder / "train" / "blue" / "00.png"))
 
 
-def leave_workers(folder: Path) -> None:
-    """Return while workers decode, and something holds them."""
-    images = read_image_splits("folder", str(folder), image_size=16)[0]["train"]
-    leave_workers.held = FileDecoder(workers=2).batches(images, torch.arange(40).split(4))
-    next(leave_workers.held)
-
-
-def test_a_process_ends_although_its_workers_ignore_signals(folder: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=leave_workers, args=(folder,))
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
-
-
 def read_with_a_stopped_worker(folder: Path) -> None:
     """Write the worker's number and what this process prints, and wait for what it reads."""
     os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
@@ -330,11 +316,10 @@ def test_grey_pixels_of_16_bits_are_scaled(suffix, tmp_path):
     assert read_image(path, 2)[:, :, 2].tolist() == expected
 
 
-@each_of(("kind", "dtype"), [("floats", np.float32), ("32-bit integers", np.int32)])
-def test_pixels_without_a_common_range_are_refused(kind, dtype, tmp_path):
+def test_pixels_without_a_common_range_are_refused(tmp_path):
     path = tmp_path / "image.tif"
-    Image.fromarray(np.full((4, 4), 300, dtype=dtype)).save(path)
-    with pytest.raises(InputError, match=f"image.tif: its pixels are {kind}"):
+    Image.fromarray(np.full((4, 4), 300, dtype=np.float32)).save(path)
+    with pytest.raises(InputError, match="image.tif: its pixels are floats"):
         read_image(path, 4)
 
 

@@ -1,7 +1,6 @@
 """KaldiNGD equals the float64 oracle, is an optimizer like others, and goes on from its state."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ SHAPES: Shapes = [(40, 30), (40, 30), (20, 10, 3, 3), (7,), (7,), (), (30, 20, 4
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def create(**settings: Any) -> KaldiNGD:
+def create(**settings) -> KaldiNGD:
     return KaldiNGD(weights(SHAPES), **(SGD | settings))
 
 
@@ -37,16 +36,7 @@ def estimates(optimizer: KaldiNGD) -> list[torch.Tensor]:
     return [v for _, state in snapshot(optimizer) for name, v in state.items() if "axis" in name]
 
 
-# ------------------------------------------------------------ the mathematics
-
-
-def compare_with_oracle(
-    shapes: Shapes,
-    dtype: Any = torch.float32,
-    spike: Any = 0.0,
-    update_period: int = 4,
-    **settings: Any,
-) -> None:
+def compare_with_oracle(shapes, dtype=torch.float32, spike=0.0, update_period=4, **settings):
     """Asserts that KaldiNGD equals the oracle in 50 steps: directions, norms and estimates."""
     parameters = weights(shapes, dtype)
     optimizer = KaldiNGD(parameters, lr=1.0, momentum=0.0, update_period=update_period, **settings)
@@ -111,9 +101,6 @@ def test_momentum_decay_and_rate_come_after_the_preconditioning():
         optimizer.step()
         peer.step()
     assert_same(ours, theirs, 1e-5)
-
-
-# ------------------------------------------------------------ an optimizer like others
 
 
 @each_of("more", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}])

@@ -30,20 +30,12 @@ TREES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
     for path in FILES
 }
-NAME_FLAGS = {  # modules that are still to give the reason alone
-    "distributed.launch",
-    "distributed.waiting",
-    "distributed.world",
-    "input_pipeline.augmentation",
-    "input_pipeline.csv_tables",
-    "input_pipeline.image_datasets",
-    "input_pipeline.own_data",
-    "input_pipeline.text_datasets",
-    "input_pipeline.torchtext_tokenizer",
-    "training.classifier",
-    "training.epoch_report",
-    "training.predictions",
-}
+NAME_FLAGS = set(  # modules that are still to give the reason alone
+    """distributed.launch distributed.waiting distributed.world input_pipeline.augmentation
+    input_pipeline.csv_tables input_pipeline.image_datasets input_pipeline.own_data
+    input_pipeline.text_datasets input_pipeline.torchtext_tokenizer training.classifier
+    training.epoch_report training.predictions""".split()
+)
 
 
 def level_of(module: str) -> int:

@@ -19,7 +19,6 @@ from conftest import each_of, run
 from input_pipeline import torchtext_tokenizer
 from optimizer_cases import parameters_of
 from trainers import build_optimizer, make_trainer, text_model
-from training.trainer import Trainer
 
 ORT = onnx_runtime.unavailable_reason()
 TORCHTEXT = "" if importlib.util.find_spec("torchtext") else "torchtext is not installed"
@@ -126,8 +125,7 @@ def test_what_onnx_runtime_does_not_compute_is_refused():
 
 @needs_ort
 @each_of(
-    ("size", "more"),
-    [(1, "--mixup cutmix"), (1, "--meta_learning --ngd"), (2, "--accumulate 2")],
+    ("size", "more"), [(1, "--mixup cutmix"), (1, "--meta_learning --ngd"), (2, "--accumulate 2")]
 )
 def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
     folder = tmp_path / more.replace(" ", "")
@@ -186,9 +184,6 @@ def test_what_does_not_go_with_apex_or_ort_is_refused(refused):
     refused("images", "--backend ort --fuse", "--fuse")
 
 
-# -------------------------------------------------------------------- apex, by a stand-in
-
-
 @pytest.fixture
 def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with the documented interface; it scales losses by 1,024."""
@@ -216,7 +211,7 @@ def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return amp
 
 
-def amp_trainer(name: str, **settings: object) -> Trainer:
+def amp_trainer(name: str, **settings: object):
     torch.manual_seed(0)
     model = Smooth()
     precision = choose_precision(name, torch.device("cpu"))

@@ -1,7 +1,6 @@
 """NGD equals a float64 oracle and flattens leading directions; test_optim.py has the rest."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from optimizer_cases import (
     weights,
 )
 from optimizers import matrix_functions
+from optimizers.matrix_functions import MAX_ERROR, absolute_value, inverse_square_root, square_root
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
 
@@ -37,16 +37,13 @@ NO_MUON = torch_compat.unavailable_reason("muon")
 NEEDS_MUON = pytest.mark.skipif(bool(NO_MUON), reason=f"Muon {NO_MUON}")
 
 
-def create(**settings: Any) -> NGD:
+def create(**settings) -> NGD:
     return NGD(weights(SHAPES), **({"lr": 0.1} | settings))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A weight as (outputs, kernel and inputs)."""
     return tensor.detach().permute(0, *range(2, tensor.ndim), 1).reshape(len(tensor), -1)
-
-
-# ------------------------------------------------------------ the direction
 
 
 @each_of("dtype", [torch.float32, torch.float64])
@@ -144,9 +141,6 @@ def test_dead_columns_do_not_stop_the_directions(rows):
     assert values[0] < 5 * values.median()
 
 
-# ------------------------------------------------------------ AdamW for the rest, and the groups
-
-
 def test_what_is_no_matrix_takes_the_step_of_adamw():
     optimizer = create(lr=0.2, adamw_ratio=0.05, betas=(0.8, 0.95), weight_decay=0.1)
     optimizer.add_param_group({"params": weights([(30, 20)]), "ngd": False})
@@ -183,9 +177,6 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
     assert under_ngd == {"conv.weight", "mlp.weight"}
 
 
-# ------------------------------------------------------------ batches, and Muon
-
-
 def test_batches_that_step_together_step_as_alone(monkeypatch):
     shapes = [*SHAPES, (50, 64), (70, 64), (90, 300)]
     alone = train(NGD(weights(shapes), lr=0.1), range(9))
@@ -218,3 +209,42 @@ def test_muon_is_torchs_with_adamw_for_the_rest():
             each.step()
     assert_same([as_matrix(p) for p in ours[:2]], [m.detach() for m in matrices], 0.02)
     assert_same(ours[2].detach(), bias.detach(), 1e-6)
+
+
+def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
+    """A symmetric matrix for each row of eigenvalues (batch, n), float64."""
+    generator = torch.Generator().manual_seed(0)
+    count, size = eigenvalues.shape
+    random = torch.randn(count, size, size, generator=generator, dtype=torch.float64)
+    Q = torch.linalg.qr(random)[0]
+    return (Q * eigenvalues[:, None]) @ Q.mT
+
+
+def spectra(size: int = 20) -> Tensor:
+    """Eigenvalues (batch, size) from RANGE^2 to 1 times their sum, of several shapes and scales."""
+    spread = torch.logspace(0, -6, size, dtype=torch.float64)
+    flat = torch.ones(size, dtype=torch.float64)
+    one = torch.cat([flat[:1], torch.full((size - 1,), 3e-7, dtype=torch.float64)])
+    return torch.stack([spread, flat, one, 1e-80 * spread, 1e80 * one])
+
+
+@pytest.mark.parametrize("way", ["eigh", "inverses"])
+def test_they_have_the_function_of_the_eigenvalues_on_cpus_and_on_gpus(way, monkeypatch):
+    limit = 1e-9
+    if way == "inverses":
+        monkeypatch.setattr(matrix_functions, "EIGH_DEVICES", set())
+        limit = MAX_ERROR
+    eigenvalues = spectra()
+    M, roots = with_eigenvalues(eigenvalues), eigenvalues.sqrt()
+    shifted = roots[:3:2] - roots[:3:2].mean(1, keepdim=True)
+    for found, expected in (
+        (square_root(M), roots),
+        (inverse_square_root(M), 1 / roots),
+        (absolute_value(with_eigenvalues(shifted)), shifted.abs()),
+    ):
+        error = torch.linalg.matrix_norm(found - with_eigenvalues(expected), 2)
+        assert (error / expected.amax(1)).max() < 3 * limit
+    computed = torch.linalg.eigvalsh(square_root(M)).flip(1) / roots
+    assert (computed - 1).abs().max() < max(1.01 * limit, 1e-7)
+    M[0, 3, 4] = torch.nan  # which raises nothing, and leaves the other matrices alone
+    assert torch.equal(square_root(M)[1], square_root(M[1:])[0])

@@ -26,9 +26,6 @@ def test_order_is_a_function_of_seed_and_epoch(lengths):
     assert not torch.equal(first, full_batches(Sampler(1003, 4, lengths=lengths), 5, 32))
 
 
-# -------------------------------------------------------------------- every row once
-
-
 def test_batches_of_an_epoch_hold_every_row_and_none_is_below_half_the_size():
     for rows in (8, 9, 60, 100, 101, 129, 1000, 5000):
         for batch_size in (n for n in (1, 2, 3, 4, 7, 8, 60, 100, 128, 999) if n <= rows):
@@ -69,9 +66,6 @@ def test_balanced_epochs_draw_each_class_equally_often(lengths):
     assert all((half == 1).sum() > 100 for half in halves), "in random order"
     in_batches = [rows.bincount().max() for rows in sampler.epoch(2, batch_sizes(1003, 64))]
     assert max(in_batches) < 16, "copies of a row do not come together"
-
-
-# -------------------------------------------------------------------- lengths
 
 
 def padding(batches: torch.Tensor, lengths: torch.Tensor) -> float:

@@ -8,9 +8,6 @@ from torch import nn
 import ranks
 import resnet50_test
 from conftest import run
-from distributed.averaging import RankAverager
-from distributed.world import World
-from trainers import make_trainer
 from training.weight_average import WeightAverage
 
 FLAGS = "--dataset digits --arch resnet8 --bs 64 --lr 0.1 --epochs 2 --threads 1 --ema 0.9"
@@ -47,22 +44,6 @@ def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state():
     for name, value in average.model.state_dict().items():
         torch.testing.assert_close(value, expected[name])
     assert not any(p.requires_grad for p in average.model.parameters())
-
-
-def test_the_average_has_the_mean_statistics_of_all_ranks(monkeypatch):
-    model = network()
-    world = World(rank=0, size=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = make_trainer(model, optimizer, world, average_decay=0.5)
-    changed(model)
-    trainer.average.update(model)
-    norms = model[1], trainer.average.model[1]
-    expected = [norm.running_mean / 2 + 0.5 for norm in norms]
-    monkeypatch.setattr(RankAverager, "size", 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: flat.add_(1.0))  # of rank 1
-    trainer.parallel.sync_replicas(trainer.statistics())
-    for norm, mean in zip(norms, expected):
-        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-6, atol=1e-6)
 
 
 def test_the_average_is_evaluated_kept_and_used(here):
