@@ -15,7 +15,7 @@ from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from mixup import MetaMixup
-from training.evaluation import evaluate
+from training.evaluation import outputs
 
 
 class MetaLearner:
@@ -54,20 +54,11 @@ class MetaLearner:
         self.meta.row_losses.end_epoch()
         if not self.is_over:
             found = [torch.empty(3, 0, dtype=torch.float64)]
-
-            def note(logits: Tensor, labels: Tensor) -> None:
+            how: dict[str, Any] = {"precision": precision, "world": world, "batch_size": batch_size}
+            for _, logits, labels in outputs(model, self.held_out, **how):
                 confidence, predicted = logits.softmax(1).max(1)
                 columns = [each.double() for each in (predicted, confidence, labels)]
                 found.append(torch.stack(columns).cpu())
-
-            evaluate(
-                model,
-                self.held_out,
-                precision=precision,
-                world=world,
-                batch_size=batch_size,
-                on_logits=note,
-            )
             of_ranks = torch.cat(world.all_gather(torch.cat(found, 1)), 1)
             predicted, confidence, labels = of_ranks.unbind()
             self.meta.learn(predicted.long(), confidence, labels.long())

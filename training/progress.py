@@ -97,6 +97,11 @@ class Progress:
         """Samples of this epoch that are done."""
         return self.samples - next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
 
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of this epoch's training."""
+        return self.epoch_samples / max(self.train_seconds, 1e-9)
+
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
 

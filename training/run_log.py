@@ -232,12 +232,12 @@ class RunLog:
         if not bar.disable:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
             left = time_left(progress.seconds, done=done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
-                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {left} left"
+                f"accuracy {100 * accuracy:.2f} %, "
+                f"{progress.samples_per_second:.0f} samples/s, {left} left"
             )
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backends.cuda_graph import CudaGraphRunner, make_capturable
+from backends.device import peak_memory
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed.averaging import RankAverager, Traffic, average_tensors
@@ -40,7 +40,7 @@ from training import evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
-from training.epoch_report import epoch_columns, epoch_row, report_result
+from training.epoch_report import report_result
 from training.losses import LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
@@ -124,18 +124,16 @@ class Trainer:
         )
         self.progress = Progress()
         self.num_classes = len(self.metadata["classes"])
-        self.columns = partial(
-            epoch_columns,
-            classes=self.num_classes,
-            is_multilabel=config.is_multilabel,
-            with_auroc=self.early_stop.chosen_by.endswith("_auroc"),
-        )
+        further = ["top5_accuracy"] * (self.num_classes > evaluation.TOP)
+        further = ["map", "micro_f1"] if config.is_multilabel else further
+        of_best = ["auroc"] * self.early_stop.chosen_by.endswith("_auroc")
+        self.metrics = ["loss", "accuracy", "macro_f1", *further, *of_best]
         self.evaluated: dict[str, evaluation.Evaluation] = {}  # the last evaluation on each set
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
-        measures_noise = config.measure_noise_scale
-        self.noise_meter = NoiseMeter(self.parallel.parameters, world) if measures_noise else None
-        if self.noise_meter is not None:
+        self.noise_meter: NoiseMeter | None = None
+        if config.measure_noise_scale:
+            self.noise_meter = NoiseMeter(self.parallel.parameters, world)
             self.parallel.observers.append(self.noise_meter.add_bucket)
         if self.compute_timer is not None:
             self.parallel.observers.append(self.compute_timer.gradients_ready)
@@ -503,15 +501,7 @@ class Trainer:
             if self.graph is not None and self.meta_learner.meta.wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
-        row = epoch_row(
-            progress,
-            totals,
-            self.world,
-            epoch=progress.epoch + 1,
-            lr=self.last_lr(),
-            batch_size=self.batches.size,
-            evaluated=evaluated,
-        )
+        row = self.row(progress.epoch + 1, totals, evaluated)
         row |= learned | self.parallel.epoch_metrics()
         if self.parallel.passes_communicate:  # torch does not say what it sends
             del row["comm_bytes"], row["wire_bytes"]
@@ -541,6 +531,36 @@ class Trainer:
             progress.best = previous_best
         self.log.epoch(progress.rows)
 
+    def row(
+        self, epoch: float, totals: StepTotals, evaluated: Mapping[str, float | None]
+    ) -> dict[str, Any]:
+        """A row of metrics.jsonl; of an epoch in which all steps were skipped the loss is nan."""
+        progress, samples, world = self.progress, totals.samples, self.world
+        row = {
+            "epoch": epoch,
+            "step": progress.step,
+            "samples": progress.samples,
+            "seconds": round(progress.seconds, 4),
+            "train_seconds": round(progress.train_seconds, 4),
+            "compile_seconds": round(progress.compile_seconds, 4),
+            "eval_seconds": round(progress.eval_seconds, 4),
+            "samples_per_second": round(progress.samples_per_second, 2),
+            "train_loss": totals.loss / samples if samples else math.nan,
+            "train_accuracy": totals.num_correct / samples if samples else math.nan,
+        }
+        if totals.mix_weight:
+            row["mean_lambda"] = totals.mix_weight / samples
+        return row | {
+            **evaluated,
+            "lr": self.last_lr(),
+            "batch_size": self.batches.size,
+            "world_size": world.size,
+            "devices": world.devices,
+            "peak_memory_bytes": peak_memory(world.device),
+            "comm_bytes": world.traffic.payload,
+            "wire_bytes": round(world.traffic.wire),
+        }
+
     def evaluations_within_epoch(self) -> set[int]:
         """After which steps of this epoch, but for its last, there is an evaluation."""
         steps, share = self.batches.steps(), self.config.eval_every
@@ -560,15 +580,7 @@ class Trainer:
                 average_tensors(own, RankAverager())
                 epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
                 evaluated = self.evaluate(epoch)
-            row = epoch_row(
-                progress,
-                totals,
-                world,
-                epoch=epoch,
-                lr=self.last_lr(),
-                batch_size=self.batches.size,
-                evaluated=evaluated,
-            )
+            row = self.row(epoch, totals, evaluated)
             previous_best = progress.add_row(row, self.early_stop.chosen_by)
             if previous_best is not None and self.may_have_diverged(totals):
                 progress.best, previous_best = previous_best, None
@@ -616,6 +628,16 @@ class Trainer:
             columns |= {"views": views, **self.columns(evaluated, suffix="_views")}
         return columns
 
+    def columns(
+        self, evaluated: Mapping[str, evaluation.Evaluation | None], suffix: str = ""
+    ) -> dict[str, float | None]:
+        """The metrics on each set by their names in metrics.jsonl; None of one not evaluated."""
+        return {
+            f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
+            for name, result in evaluated.items()
+            for metric in self.metrics
+        }
+
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
         return {
             name: evaluation.evaluate(
@@ -624,7 +646,7 @@ class Trainer:
                 precision=self.precision,
                 world=self.world,
                 batch_size=self.config.eval_batch_size,
-                count_classes=self.num_classes,
+                num_classes=self.num_classes,
                 is_multilabel=self.config.is_multilabel,
                 title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
             )
