@@ -143,7 +143,7 @@ def outputs(
                         ) from None
                     at_once = -(-at_once // 2)
             if number < mine:
-                yield plan[number].to(world.device), logits, labels
+                yield plan[number], logits, labels
                 bar.update(len(labels))
 
 
@@ -172,7 +172,7 @@ def evaluate(
         targets, likely = labels.view(len(labels), -1), logits.topk(min(TOP, num_classes)).indices
         is_likely = (likely == targets[:, :1]).any(1, keepdim=True)
         columns = [logits[:, : widths[0]], targets, logits.argmax(1, keepdim=True), is_likely]
-        table[rows] = torch.cat([column.float() for column in columns], 1)
+        table[rows.to(world.device)] = torch.cat([column.float() for column in columns], 1)
         if not is_multilabel:
             loss += F.cross_entropy(logits, labels, reduction="sum")
     logits_of_rows, *columns = world.sum(table).cpu().split(widths, 1)
@@ -180,19 +180,23 @@ def evaluate(
         result = evaluate_labels(logits_of_rows, columns[0])
         return result if is_kept else replace(result, rows=None)
     targets, predicted, is_likely = (column[:, 0].long() for column in columns)
-    right, confusion = targets == predicted, None
+    right, every, confusion = targets == predicted, torch.ones_like(targets), None
     if num_classes <= MAX_CONFUSED_CLASSES:
-        pairs = num_classes * targets + predicted
-        confusion = pairs.bincount(minlength=num_classes**2).view(num_classes, num_classes)
-    counted = (targets[right], targets, predicted)
+        pairs = _count(num_classes * targets + predicted, every, num_classes**2)
+        confusion = pairs.view(num_classes, num_classes)
+    counted = ((targets, right.long()), (targets, every), (predicted, every))
     return Evaluation(
         world.sum(loss).item() / len(data),
         right.double().mean().item(),
         is_likely.double().mean().item(),
-        class_counts=torch.stack([each.bincount(minlength=num_classes) for each in counted]),
+        class_counts=torch.stack([_count(*each, num_classes) for each in counted]),
         confusion=confusion,
         rows=ScoredRows(logits_of_rows, targets) if is_kept else None,
     )
+
+
+def _count(numbers: Tensor, weights: Tensor, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.long).index_add_(0, numbers, weights)
 
 
 def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:

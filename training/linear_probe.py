@@ -103,6 +103,7 @@ def compute_features(
         if is_alone:
             with precision.autocast(), without_compilation():
                 is_alone = torch.allclose(head(last).float(), logits)
+            places = places.to(world.device)
             features[places], labels[places] = last.float(), targets.long()
         seen.clear()
     hook.remove()
