@@ -61,12 +61,7 @@ def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
 
 
 def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
-    """How the best of some epochs was chosen, and what that means for its result.
-
-    Args:
-        rows: of metrics.jsonl.
-        chosen_by: column of metrics.jsonl that chose the best epoch.
-    """
+    """How a column of metrics.jsonl chose the best of its rows, and what that means."""
     if len(rows) == 1:
         return "the only epoch"
     if sum(map(is_evaluated, rows)) == 1:
@@ -156,12 +151,7 @@ def final_result(
     epoch: int,
     shown: Mapping[str, Show],
 ) -> dict[str, Any]:
-    """What a report shows of the last evaluation on the test set, else on the validation set.
-
-    Args:
-        evaluated, classes, shown: as of `report_result`.
-        epoch: after which the evaluation was.
-    """
+    """What a report shows of the evaluation after `epoch` on the test set, else on validation."""
     name = "test" if "test" in evaluated else "val"
     found, rows = evaluated[name], evaluated[name].rows
     scores = None if rows is None else rows.scores()

@@ -157,12 +157,7 @@ def evaluate(
     world: World,
     **how: Any,
 ) -> Evaluation:
-    """Evaluate a model on a set by its `outputs`; two reads of the device.
-
-    Args:
-        is_multilabel: rows may have several labels.
-        how: arguments of `outputs`.
-    """
+    """Evaluate a model on a set by its `outputs`, of which `how` are arguments; two reads."""
     is_kept = keeps_logits(len(data), num_classes)
     widths = [num_classes * (is_kept or is_multilabel), num_classes if is_multilabel else 1, 1, 1]
     # Of each row: logits, targets, the predicted class, whether the right one is among the top 5.
@@ -182,30 +177,25 @@ def evaluate(
     targets, predicted, is_likely = (column[:, 0].long() for column in columns)
     right, every, confusion = targets == predicted, torch.ones_like(targets), None
     if num_classes <= MAX_CONFUSED_CLASSES:
-        pairs = _count(num_classes * targets + predicted, every, num_classes**2)
+        pairs = _count(num_classes**2, num_classes * targets + predicted, every)
         confusion = pairs.view(num_classes, num_classes)
     counted = ((targets, right.long()), (targets, every), (predicted, every))
     return Evaluation(
         world.sum(loss).item() / len(data),
         right.double().mean().item(),
         is_likely.double().mean().item(),
-        class_counts=torch.stack([_count(*each, num_classes) for each in counted]),
+        class_counts=torch.stack([_count(num_classes, *each) for each in counted]),
         confusion=confusion,
         rows=ScoredRows(logits_of_rows, targets) if is_kept else None,
     )
 
 
-def _count(numbers: Tensor, weights: Tensor, size: int) -> Tensor:
+def _count(size: int, numbers: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(size, dtype=torch.long).index_add_(0, numbers, weights)
 
 
 def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
-    """Evaluate logits where rows may have several labels.
-
-    Args:
-        logits: (rows, classes).
-        targets: (rows, classes), 1 where a row has the label, else 0.
-    """
+    """Evaluate logits (rows, classes) by targets of that shape, 1 for each label of a row."""
     rows, is_set, is_predicted = ScoredRows(logits, targets), targets > 0, logits > 0
     parts = [is_set & is_predicted, is_set, is_predicted]
     loss = F.binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="sum")
@@ -220,15 +210,10 @@ def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
 
 
 def class_scores(class_counts: Tensor) -> Tensor:
-    """Precision, recall and F1 of each class, and their means, in 0..1; as in scikit-learn.
+    """Precision, recall and F1 of each class, as in scikit-learn, then means: (classes + 1, 3).
 
     A score without rows is 0. The means are over the classes that have rows or predictions; that of
-    F1 is the macro-F1.
-
-    Args:
-        class_counts: (3, classes), as of `Evaluation`.
-    Returns:
-        (classes + 1, 3) float64, the means last.
+    F1 is the macro-F1. `class_counts` are those of an `Evaluation`.
     """
     correct, rows, predicted = class_counts
     parts = torch.stack([correct, correct, 2 * correct], dim=1).double()

@@ -33,13 +33,7 @@ ITERATIONS = 100  # of L-BFGS
 
 
 class Features:
-    """A data set of vectors.
-
-    Args:
-        features: (rows, width).
-        labels: (rows,) class numbers, or (rows, classes) of 0 and 1.
-        device: where batches are.
-    """
+    """A data set of vectors (rows, width) with labels (rows,) or (rows, classes) of 0 and 1."""
 
     lengths = None
 
@@ -71,10 +65,9 @@ def compute_features(
     *,
     precision: Precision,
     world: World,
-    batch_size: int,
     most: int | None = None,
     multilabel_classes: int = 0,
-    title: str = "",
+    **how: Any,
 ) -> tuple[Tensor, Tensor] | None:
     """Return what the head sees of each row, (rows, width) in fp32, and the labels; collective.
 
@@ -83,7 +76,7 @@ def compute_features(
     Args:
         most: rows at most, spread evenly; None is all of them.
         multilabel_classes: number of classes where rows may have several labels, else 0.
-        title: with one, rank 0 shows a progress bar.
+        how: further arguments of `evaluation.outputs`.
     Returns:
         Both on the CPU of every rank; None where the head does not compute the logits alone.
     Raises:
@@ -96,8 +89,8 @@ def compute_features(
     of_row = [multilabel_classes] if multilabel_classes else []
     labels = torch.zeros(len(rows), *of_row, dtype=torch.long, device=world.device)
     is_alone = True
-    how: dict[str, Any] = {"precision": precision, "batch_size": batch_size, "title": title}
-    for places, logits, targets in evaluation.outputs(model, data, rows, world=world, **how):
+    found = evaluation.outputs(model, data, rows, precision=precision, world=world, **how)
+    for places, logits, targets in found:
         last = torch.cat(seen)[-len(logits) :] if seen else logits  # some before ran out of memory
         is_alone = is_alone and last.shape == (len(logits), head.in_features)
         if is_alone:

@@ -128,6 +128,11 @@ class Trainer:
         further = ["map", "micro_f1"] if config.is_multilabel else further
         of_best = ["auroc"] * self.early_stop.chosen_by.endswith("_auroc")
         self.metrics = ["loss", "accuracy", "macro_f1", *further, *of_best]
+        self.inference: dict[str, Any] = {
+            "precision": self.precision,
+            "world": world,
+            "batch_size": config.eval_batch_size,
+        }
         self.evaluated: dict[str, evaluation.Evaluation] = {}  # the last evaluation on each set
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
@@ -166,11 +171,8 @@ class Trainer:
     # ---------------------------------------------------------------- the run
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train until the run is over.
+        """Train until the run is over; a checkpoint to go on from has no state afterwards.
 
-        Args:
-            checkpoint: what to go on from, as `training.checkpoint.load` returns it; its state is
-                empty afterwards.
         Raises:
             Interrupted: a stop signal came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
@@ -240,11 +242,7 @@ class Trainer:
         self.parallel.wrap(accumulates=any(several))
 
     def report(self) -> None:
-        """Print the result of the run, and write result.json for its report (rank 0).
-
-        Raises:
-            InputError: the last checkpoint could not be written.
-        """
+        """Print the result of the run as `report_result` does, and raise what it raises."""
         report_result(
             self.progress,
             self.world,
@@ -390,10 +388,7 @@ class Trainer:
     ) -> StepSums:
         """Gradients of weight x the mean loss, micro-batch by micro-batch; returns the sums.
 
-        Args:
-            model: wrapped for data parallelism, or not.
-            inputs, labels, weight: as of `train_step`.
-            num_micro_batches: None is as many as this rank's share needs.
+        The batch is as of `train_step`, and has as many micro-batches as it needs by default.
         """
         sums = StepSums(labels.device)
         micro_batches = self.micro_batches.split(inputs, labels, number=num_micro_batches)
@@ -480,8 +475,15 @@ class Trainer:
         progress = self.progress
         totals = self.sums.totals(self.world)
         self.checkpointer.renew_folder()
+        number, every = progress.epoch + 1, max(1, self.config.eval_every)
         try:
-            evaluated = self.evaluate_if_due()
+            with self.clock.evaluating():
+                # after each epoch, so that evaluating changes no training
+                self.parallel.sync_replicas(self.statistics())
+                if number % every == 0 or number == self.config.epochs:
+                    evaluated = self.evaluate(number)
+                else:
+                    evaluated = self.columns(dict.fromkeys(self.eval_sets))
         except InputError:  # a broken file of the evaluation set costs no epoch
             if not self.parallel.passes_communicate and not self.may_have_diverged(totals):
                 self.checkpointer.save()
@@ -490,18 +492,13 @@ class Trainer:
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
             before = self.meta_learner.meta.wrong
-            learned = self.meta_learner.end_epoch(
-                self.model,
-                precision=self.precision,
-                world=self.world,
-                batch_size=self.config.eval_batch_size,
-            )
-            if progress.epoch + 1 == self.meta_learner.until < self.config.epochs:
+            learned = self.meta_learner.end_epoch(self.model, **self.inference)
+            if number == self.meta_learner.until < self.config.epochs:
                 self.log.info(self.meta_learner.describe_end())
             if self.graph is not None and self.meta_learner.meta.wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
-        row = self.row(progress.epoch + 1, totals, evaluated)
+        row = self.row(number, totals, evaluated)
         row |= learned | self.parallel.epoch_metrics()
         if self.parallel.passes_communicate:  # torch does not say what it sends
             del row["comm_bytes"], row["wire_bytes"]
@@ -510,7 +507,7 @@ class Trainer:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
             self.log.info(
                 f"warning: {row['skipped_steps']} of {progress.step_in_epoch} steps of epoch "
-                f"{row['epoch']} were skipped, since a gradient was not finite{why}"
+                f"{number} were skipped, since a gradient was not finite{why}"
             )
         meter, timer = self.noise_meter, self.compute_timer
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
@@ -520,15 +517,13 @@ class Trainer:
             compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
-        previous_best = progress.add_row(row, self.early_stop.chosen_by)
+        best = progress.add_row(row, self.early_stop.chosen_by)
         progress.end_epoch()
         self.world.traffic = Traffic()
         self.sums.start_epoch()
         has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
         if has_trained and (not self.may_have_diverged(totals) or self.is_over()):
-            self.checkpointer.save(previous_best=previous_best)
-        elif previous_best is not None:  # the epoch is done anew after a return
-            progress.best = previous_best
+            self.checkpointer.save(best=best)  # else the epoch is done anew after a return
         self.log.epoch(progress.rows)
 
     def row(
@@ -581,30 +576,18 @@ class Trainer:
                 epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
                 evaluated = self.evaluate(epoch)
             row = self.row(epoch, totals, evaluated)
-            previous_best = progress.add_row(row, self.early_stop.chosen_by)
-            if previous_best is not None and self.may_have_diverged(totals):
-                progress.best, previous_best = previous_best, None
-            is_saved = previous_best is not None or self.is_over()
+            best = progress.add_row(row, self.early_stop.chosen_by)
+            if self.may_have_diverged(totals):
+                best = None
+            is_saved = best is not None or self.is_over()
             shown = self.parts.shown_state() if is_saved else None
             for each, value in zip(own, kept):
                 each.copy_(value)
         self.model.train()
         if is_saved:
-            self.checkpointer.save(previous_best=previous_best, shown=shown)
+            self.checkpointer.save(best=best, shown=shown)
         self.log.epoch(progress.rows)
         self.clock.start()
-
-    def evaluate_if_due(self) -> dict[str, float | None]:
-        """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""
-        number = self.progress.epoch + 1
-        with self.clock.evaluating():
-            self.parallel.sync_replicas(
-                self.statistics()
-            )  # after each epoch, so that evaluating changes no training
-            every = max(1, self.config.eval_every)
-            if number % every == 0 or number == self.config.epochs:
-                return self.evaluate(number)
-            return self.columns(dict.fromkeys(self.eval_sets))
 
     def evaluate(self, epoch: float) -> dict[str, float | None]:
         """The metrics on each evaluation set, after the ranks' weights have been made the same.
@@ -643,22 +626,16 @@ class Trainer:
             name: evaluation.evaluate(
                 model,
                 data,
-                precision=self.precision,
-                world=self.world,
-                batch_size=self.config.eval_batch_size,
                 num_classes=self.num_classes,
                 is_multilabel=self.config.is_multilabel,
                 title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
+                **self.inference,
             )
             for name, data in self.eval_sets.items()
         }
 
     def log_progress(self, bar: Any) -> None:
-        """Show the sums so far, and stop a series of non-finite steps.
-
-        Raises:
-            Diverged: too many steps in a row were not finite, on all ranks.
-        """
+        """Show the sums so far; raise Diverged after too many non-finite steps on all ranks."""
         totals = self.sums.read()
         self.has_diverged = totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
         if self.has_diverged and not self.parallel.skips_apart:
@@ -683,11 +660,7 @@ class Trainer:
         return [each.clone() for each in self.statistics()]
 
     def guard_statistics(self, num_skipped: int) -> None:
-        """Undo what skipped steps did to statistics: those that are not finite become older ones.
-
-        Args:
-            num_skipped: steps of the epoch that were skipped by now.
-        """
+        """Give statistics that skipped steps of the epoch have left not finite older values."""
         if num_skipped > self.num_skipped:
             for each, sound in zip(self.statistics(), self.sound_statistics):
                 each.copy_(torch.where(each.isfinite(), each, sound))
@@ -720,11 +693,7 @@ class Trainer:
         self.has_diverged = False
 
     def interrupt(self) -> None:
-        """Write last.pt and leave.
-
-        Raises:
-            Interrupted: always.
-        """
+        """Write last.pt and raise Interrupted."""
         self.guard_statistics(int(self.sums.read().skipped))
         self.checkpointer.save()
         epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch
