@@ -142,15 +142,10 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which graphs of a device are recorded."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
 def _memory_pool() -> Any:
-    """Return the memory pool that all graphs share.
-
-    Sharing is safe because graphs replay one at a time, and what a step allocates in the pool is
-    not used after the step.
-    """
+    # Graphs may share it: they replay one at a time, and leave nothing in it that is used later.
     return torch.cuda.graph_pool_handle()

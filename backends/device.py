@@ -89,8 +89,7 @@ def set_num_threads(threads: int, sharers: int) -> None:
 
     Args:
         threads: the number; 0 takes OMP_NUM_THREADS if that is larger than 1, and else divides the
-            cores among the processes that share them.
-        sharers: number of processes that use these cores.
+            cores among the `sharers`, the processes that use them.
     """
     requested = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and requested.isdigit() and int(requested) > 1:

@@ -69,10 +69,8 @@ def modified_files() -> list[str]:
 
 
 def untracked_files(ignored: Path) -> list[str]:
-    """Files that were never added to git and that .gitignore does not name, but for `RESULTS`.
+    """Files outside a folder that git does not know and does not ignore, but for `RESULTS`.
 
-    Args:
-        ignored: a folder whose files are not listed.
     Raises:
         CommitUnknown: as of `modified_files`.
     """
@@ -84,11 +82,7 @@ def untracked_files(ignored: Path) -> list[str]:
 
 
 def run_git(*arguments: str) -> str:
-    """Run a git command in the project's folder, and return what it prints.
-
-    Raises:
-        CommitUnknown: git is not installed, or the command failed.
-    """
+    """Run a git command in the project's folder, and return what it prints."""
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", *arguments],  # without locks: several runs may start

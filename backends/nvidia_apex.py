@@ -49,7 +49,6 @@ def prepare(
     Args:
         level: one of `LEVELS`.
         model: on its GPU, not yet wrapped for data parallelism.
-        optimizer: over the parameters of `model`.
     """
     amp = importlib.import_module("apex.amp")
     model, optimizer = amp.initialize(
@@ -66,14 +65,12 @@ class Scaler:
     """
 
     def __init__(self, amp: ModuleType, optimizer: torch.optim.Optimizer) -> None:
-        self.amp = amp
-        self.optimizer = optimizer
+        self.amp, self.optimizer = amp, optimizer
 
     def is_enabled(self) -> bool:
         return True
 
     def scale(self, loss: Tensor) -> ScaledLoss:
-        """Return an object whose `backward` computes unscaled gradients by way of a scaled loss."""
         return ScaledLoss(self, loss)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,8 +94,7 @@ class ScaledLoss:
     """A loss whose backward pass goes through `apex.amp.scale_loss`."""
 
     def __init__(self, scaler: Scaler, loss: Tensor) -> None:
-        self.scaler = scaler
-        self.loss = loss
+        self.scaler, self.loss = scaler, loss
 
     def backward(self) -> None:
         """Add the unscaled gradients of the loss to those of the parameters."""

@@ -56,11 +56,7 @@ def apply(model: nn.Module) -> None:
 
 
 class OrtForward:
-    """Replaces the `forward` of a model: ORTModule in training, the model's own in evaluation.
-
-    Args:
-        model: the model, whose `forward` is still its own.
-    """
+    """Replaces the `forward` of a model: ORTModule in training, the model's own in evaluation."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -82,11 +78,7 @@ class OrtForward:
         return self.graph(*inputs)
 
     def export(self, inputs: tuple[Tensor, ...]) -> None:
-        """Run a first pass, in which ORTModule exports the model, and undo its change of buffers.
-
-        Raises:
-            InputError: the model cannot be exported, or was run by torch.
-        """
+        """Let ORTModule export the model in a first pass, and undo what that does to buffers."""
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         try:
             with _no_output():

@@ -544,7 +544,7 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         precision=run.precision,
         world=run.world,
         batch_size=max(MIN_EVAL_BATCH, settings.batch_size),
-        count_classes=len(classes),
+        num_classes=len(classes),
         is_multilabel=found.card.is_multilabel,
         title=f"evaluating on the {EVAL_SET_NAMES[name]} set",
     )

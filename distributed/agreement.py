@@ -31,13 +31,10 @@ LONGEST_VALUE = 60  # characters of a value in a message
 
 
 def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None:
-    """Check that all ranks have the same values.
+    """Check that all ranks have the same values, which are named as in a message.
 
-    Args:
-        values: what is compared, by the names that a message gives them.
-        advice: what to do where they differ.
     Raises:
-        InputError: some rank has another value than rank 0; on every rank, with the same message.
+        InputError: some rank has another value than rank 0; on every rank, with the same advice.
     """
     texts = {name: str(value) for name, value in values.items()}
     first, *others = world.all_gather(texts)
@@ -73,11 +70,7 @@ def raise_together(world: World) -> Iterator[None]:
 
 
 def on_main(world: World, action: Callable[[], Result]) -> Result:
-    """Do something on rank 0 alone, and give its result, which can be pickled, to every rank.
-
-    Raises:
-        InputError: `action` raised it; on every rank.
-    """
+    """Do something on rank 0; each rank gets its result, which can be pickled, or InputError."""
     if world.size == 1:
         return action()
     with raise_together(world):
@@ -89,10 +82,8 @@ def on_main(world: World, action: Callable[[], Result]) -> Result:
 def local_main_first(world: World) -> Iterator[None]:
     """Let rank 0, then each node's first process run the block before the others.
 
-    So a node downloads once, and nodes that share a disk do so together.
-
-    Raises:
-        InputError: the block raised it on any rank; on every rank, so that none waits for another.
+    So a node downloads once, and nodes that share a disk do so together. Every rank raises an
+    InputError of any rank, so that none waits for another.
     """
     with world.waiting_at_most(READ_SECONDS):
         for turn in ("main", "first", "other"):
@@ -124,9 +115,6 @@ def once_a_node(world: World, action: Callable[[], Result]) -> Result:
     """Do something on each node's first process, and give its result to the others of the node.
 
     The result can be pickled. Without Linux's /proc every process does it.
-
-    Raises:
-        InputError: `action` raised it; on every rank.
     """
     with tempfile.TemporaryFile() as file:
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"

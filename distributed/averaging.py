@@ -59,13 +59,7 @@ class RankAverager:
         return values
 
     def gather(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of each rank; one collective.
-
-        Args:
-            pieces: this rank's tensors, of the same shapes and dtypes on every rank.
-        Returns:
-            The tensors of every rank, in the order of the ranks.
-        """
+        """The tensors of each rank, of the same shapes and dtypes on all; one collective."""
         if self.size == 1:
             return [list(pieces)]
         mine = torch.cat([piece.flatten().view(torch.uint8) for piece in pieces])

@@ -94,11 +94,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def gather(value: Any, *, keep: bool) -> Any:
-    """A state_dict with whole tensors in the host's memory in place of shards; collective.
-
-    Args:
-        keep: whether this rank needs them; it gets None for each otherwise.
-    """
+    """A state_dict of whole tensors on the host, or of None unless `keep`; collective."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):

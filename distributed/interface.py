@@ -61,11 +61,7 @@ def interface_of(address: str) -> str:
 
 
 def check_interfaces(*, is_gpu: bool) -> None:
-    """Check the interfaces that the user chose for gloo, and for NCCL where there is a GPU.
-
-    Raises:
-        InputError: one of them is not there, or has no address.
-    """
+    """Refuse interfaces of the user for gloo, and of a GPU for NCCL, without an address here."""
     gloo, nccl = (os.environ.get(f"{each}_SOCKET_IFNAME", "") for each in ("GLOO", "NCCL"))
     here, kinds = [name for _, name in socket.if_nameindex()], (RuntimeError,)
     with refused_as(f"GLOO_SOCKET_IFNAME={gloo}, of {', '.join(here)}", kinds):
@@ -78,11 +74,7 @@ def check_interfaces(*, is_gpu: bool) -> None:
 
 
 def check_port(port: int) -> None:
-    """Check that this machine can listen at a port.
-
-    Raises:
-        InputError: another process does, or it is not allowed.
-    """
+    """Refuse a port at which this machine cannot listen, as where another process does."""
     kinds = (OSError, OverflowError)
     with refused_as(f"MASTER_PORT={port}: this machine cannot listen there", kinds):
         socket.create_server(("", port)).close()

@@ -33,7 +33,6 @@ def named_wait(
     A stop signal ends the process with 130: a main thread that waits in C++ calls no handler.
 
     Args:
-        seconds: the limit.
         reason: what is missing, in words; "" where another process reports it.
         is_over: whether the wait is over before the block is.
     """

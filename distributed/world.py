@@ -85,35 +85,21 @@ class TimeLimits:
 
 @dataclass
 class World:
-    """This process among its peers.
+    """This process among its peers."""
 
-    Attributes:
-        rank, size: this process's number and how many processes there are.
-        nodes: the ranks of each node, in ascending order, as the ranks have found them.
-        core_sharers: how many processes share this one's CPU cores.
-        device: where this process computes.
-        control: a gloo group for agreements between the hosts, which never touch the device; None
-            in a single process.
-        traffic: of this rank since the epoch began; whoever sends adds to it.
-        shares_gpu: whether all processes of a node share one GPU.
-        limits: how long processes wait for each other; `time_limit` says which holds now, in
-            seconds.
-        stage: how often this rank has come to where all ranks do; who is behind is waited for.
-        told: the last stage that this rank has told the others.
-    """
-
-    rank: int = 0
-    size: int = 1
-    nodes: Sequence[Sequence[int]] = ((0,),)
-    core_sharers: int = 1
+    rank: int = 0  # this process's number
+    size: int = 1  # how many processes there are
+    nodes: Sequence[Sequence[int]] = ((0,),)  # the ranks of each node, in ascending order
+    core_sharers: int = 1  # how many processes share this one's CPU cores
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # A gloo group between the hosts, which never touches the device; None in a single process.
     control: dist.ProcessGroup | None = None
-    traffic: Traffic = Traffic()
-    shares_gpu: bool = False
-    limits: TimeLimits = TimeLimits()
-    time_limit: float = TimeLimits.start
-    stage: int = 0
-    told: int = -1
+    traffic: Traffic = Traffic()  # of this rank since the epoch began; whoever sends adds to it
+    shares_gpu: bool = False  # all processes of a node share one GPU
+    limits: TimeLimits = TimeLimits()  # how long processes wait for each other
+    time_limit: float = TimeLimits.start  # which of them holds now, in seconds
+    stage: int = 0  # how often this rank has come to where all ranks do; others wait for the last
+    told: int = -1  # the last stage that this rank has told the others
 
     @property
     def is_main(self) -> bool:
@@ -348,11 +334,7 @@ def _init_process_group(world: World, backend: str, store: dist.Store) -> None:
 
 
 def _meet_at_first(world: World, device_type: str) -> dist.Store:
-    """Meet the other ranks at MASTER_ADDR, and return a store that has been given to them alone.
-
-    Raises:
-        InputError: the variables of the network are wrong.
-    """
+    """Meet the other ranks at MASTER_ADDR, and return a store that has been given to them alone."""
     check_interfaces(is_gpu=device_type == "cuda")
     host, port = os.environ.get("MASTER_ADDR", "").strip(), _number("MASTER_PORT", 1, MOST_PORTS)
     if not host:
@@ -395,8 +377,6 @@ def _meet(store: dist.Store, world: World, device_type: str, missing: set[int]) 
         missing: the ranks for which this one waits, kept up to date.
     Returns:
         A store of these ranks alone.
-    Raises:
-        InputError: some processes have a GPU and others have none.
     """
     token = uuid.uuid4().hex
     with open(os.memfd_create(token)) as file:

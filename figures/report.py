@@ -31,6 +31,7 @@ from training import evaluation
 from training.atomic_file import atomic_write
 from training.epoch_report import (
     EVAL_SET_NAMES,
+    METRIC_NAMES,
     how_chosen,
     is_evaluated,
     show_result,
@@ -42,13 +43,8 @@ from training.run_segments import describe_all
 from training.scores import describe_scores
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
-QUANTITIES = {
-    "loss": "loss",
-    "accuracy": "accuracy / %",
-    "macro_f1": "macro-F1 / %",
-    "map": "mean average precision / %",
-    "auroc": "AUROC / %",
-}
+DRAWN = ("loss", "accuracy", "macro_f1", "map", "auroc")  # of METRIC_NAMES, with these titles
+QUANTITIES = {each: METRIC_NAMES[each] + " / %" * (each != "loss") for each in DRAWN}
 CHANGING = {  # columns of metrics.jsonl that are drawn if they change
     "lr": "learning rate of the last step",
     "batch_size": "global batch / samples",
@@ -74,11 +70,7 @@ Table = Sequence[Sequence[str]]
 
 
 def write_report(runs: Sequence[ReportedRun], path: Path) -> None:
-    """Write the report of some runs.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Write the report of some runs."""
     text = render(runs)
     with writing(f"--out {path}", "file"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,9 +267,7 @@ def show_flag(value: Any) -> str:
 def class_scores(names: Sequence[str], *class_counts: Sequence[int]) -> Table:
     """Return a row for each class and one for their means: scores in percent, and rows.
 
-    Args:
-        names: of the classes.
-        class_counts: of each class correct rows, rows and predictions.
+    The counts are of each class correct rows, rows and predictions.
     """
     counts = torch.from_numpy(np.stack(class_counts))
     scores = (100 * evaluation.class_scores(counts)).tolist()

@@ -41,11 +41,7 @@ Runs = list[list[Row]]
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a run's metrics.jsonl.
-
-    Raises:
-        InputError: there are none, or a line is not a row, as one that is only half written.
-    """
+    """Return the rows of a run's metrics.jsonl, refusing a file without any and half a line."""
     path, rows = folder / "metrics.jsonl", []
     for number, line in enumerate(row_lines(folder), 1):
         try:
@@ -64,11 +60,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def row_lines(folder: Path) -> list[str]:
-    """Return the lines of a run's metrics.jsonl, in its folder or packed.
-
-    Raises:
-        InputError: there is no such file.
-    """
+    """Return the lines of a run's metrics.jsonl, in its folder or packed, else refuse it."""
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -80,21 +72,13 @@ def row_lines(folder: Path) -> list[str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return a run's config.json, in its folder or packed; {} where there is none.
-
-    Raises:
-        InputError: it holds no object.
-    """
+    """Return a run's config.json, in its folder or packed, as of `read_object`."""
     packed = packed_runs(packed_file(folder)).get(folder.name, ["{}"])
     return read_object(folder / "config.json") or json.loads(packed[0])
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} where the file is missing.
-
-    Raises:
-        InputError: the file holds something else.
-    """
+    """Return the JSON object in a file; {} where it is missing. Something else is refused."""
     try:
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -179,10 +163,7 @@ def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
 def pack(folder: Path) -> None:
     """Move the log of a finished run from LOGS/GROUP/NAME-seedN into LOGS/GROUP.jsonl.
 
-    A run of the same name that is there already is replaced.
-
-    Raises:
-        InputError: the run is not finished.
+    A run of the same name that is there is replaced. Only finished runs are taken.
     """
     if not folder.is_dir() or not finished(folder):
         raise InputError(f"{folder}: is no folder of a finished run")
@@ -266,9 +247,6 @@ def read_confusion(path: Path, epochs: set[float]) -> Confusion | None:
     """Return the confusion on the test set, or else on the validation set.
 
     It is None where the file is missing, or is of an epoch whose row is not there any more.
-
-    Raises:
-        InputError: the file holds no JSON object.
     """
     content = read_object(path)
     name = next((name for name in ("test", "val") if name in content), "")

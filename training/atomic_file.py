@@ -15,9 +15,7 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
     """Give the block the path of a temporary file, which replaces `path` if the block succeeds.
 
     The new content is on the disk before it takes the name, and the name before this returns.
-
-    Args:
-        before_rename: is called when the new content is on the disk and has not yet the name.
+    Between the two `before_rename` is called.
     """
     temporary = path.with_name(path.name + ".part")
     try:
@@ -38,11 +36,7 @@ def atomic_write(path: Path, before_rename: Callable[[], None] | None = None) ->
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a whole text file.
-
-    Raises:
-        OSError: it could not be written; the previous file is untouched.
-    """
+    """Write a whole text file, as `atomic_write` does."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -132,10 +132,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
     def loss_weight(self, step: int) -> float:
         """The factor of this rank's mean loss, of which the ranks then take the mean.
 
-        It is 1 unless the ranks' shares of a batch differ.
-
-        Args:
-            step: counted from the start of the last iteration, as by `enumerate(loader)`.
+        It is 1 unless the ranks' shares differ; `step` is that of `enumerate(loader)`.
         """
         return self.weights[step]
 
@@ -233,33 +230,29 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         Args:
             loss: its mean training loss; that of rank 0 counts.
             seconds: this rank's time for all steps.
-            compute_seconds: the same without waiting for other ranks, for the balancer; None is
-                `seconds`.
-            noise: the arguments of `NoiseScale.observe`, for a rule their mean over the ranks; None
-                where they were not measured.
+            compute_seconds: the same without waiting for other ranks, for the balancer.
+            noise: the arguments of `NoiseScale.observe`, if they were measured.
         Returns:
             What the epoch's row in metrics.jsonl says of its batches.
         """
         row: dict[str, Any] = {}
         compute_seconds = seconds if compute_seconds is None else compute_seconds
-        measured = [] if noise is None else list(noise.values())
-        of_ranks = [[loss, seconds, compute_seconds, *measured]]
+        of_ranks = [[loss, seconds, compute_seconds, *(noise or {}).values()]]
         if self.changes:
             of_ranks = self.world.all_gather(of_ranks[0])
         losses, times, computed, *columns = zip(*of_ranks)
         if noise is not None:
             means = (statistics.fmean(each) if len({*each}) > 1 else each[0] for each in columns)
             row["noise_scale"] = self.noise_scale = self.noise.observe(**dict(zip(noise, means)))
-        if self.changes:
-            if self.rule is not None:
-                loss, slowest = losses[0], max(times)
-                self.rule.observe(self.size, loss, seconds=slowest, noise=self.noise_scale)
-            if self.balancer is not None:
-                shares = [self._shares_of(size) for size in self._sizes(self.size)]
-                samples = [sum(mine) for mine in zip(*shares)]
-                self.balancer.observe(samples, computed)
-                speeds = [round(speed, 2) for speed in self.balancer.speeds]
-                row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
+        if self.rule is not None:
+            slowest = max(times)
+            self.rule.observe(self.size, losses[0], seconds=slowest, noise=self.noise_scale)
+        if self.balancer is not None:
+            shares = [self._shares_of(size) for size in self._sizes(self.size)]
+            samples = [sum(mine) for mine in zip(*shares)]
+            self.balancer.observe(samples, computed)
+            speeds = [round(speed, 2) for speed in self.balancer.speeds]
+            row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
         self.first_step = 0
         self.start_epoch(max(self.decided, 1))
         return row

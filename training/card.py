@@ -8,11 +8,11 @@ logits = model(card.prepare(["cat.png"], device))
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from errors import InputError, excerpt, first_line
 from models import hugging_face, image_models, own_parts
 from models.transformer import Transformer
 from training.export import LARGEST_BATCH
+
+THRESHOLD = 0.5  # of the probability of a label
+Kind = TypeVar("Kind", bound="Outputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,12 @@ class Outputs:
     label_separator: str | None = None  # of the labels of a sample; None where each has one
     temperature: float = 1.0  # which divides the logits, so that probabilities are calibrated
 
+    @classmethod
+    def read(cls: type[Kind], metadata: Mapping[str, Any]) -> Kind:
+        """Return the card of a checkpoint's metadata, whose flags are fields of a card as well."""
+        known = {**metadata["flags"], **metadata}
+        return cls(**{each.name: known[each.name] for each in fields(cls) if each.name in known})
+
     @property
     def is_multilabel(self) -> bool:
         """Whether a sample may have several labels, or none."""
@@ -40,6 +49,10 @@ class Outputs:
         """Return the probability of each class, (samples, classes)."""
         logits = logits / self.temperature
         return logits.sigmoid() if self.is_multilabel else logits.softmax(1)
+
+    def labels(self, probabilities: Iterable[float], threshold: float = THRESHOLD) -> list[str]:
+        """Return the classes above the threshold, of a sample that may have several labels."""
+        return [name for name, p in zip(self.classes, probabilities) if p > threshold]
 
     def described(self) -> dict[str, Any]:
         """Return what an exported file says of its outputs."""
@@ -58,15 +71,7 @@ class ImageCard(Outputs):
     interpolation: str  # by which images are scaled
     mean: Sequence[float]  # of each channel, of pixels from 0 to 1
     std: Sequence[float]
-    model_args: Mapping[str, Any]  # settings of a network of the user's own
-
-    @classmethod
-    def read(cls, metadata: Mapping[str, Any]) -> ImageCard:
-        """Return the card of a checkpoint's metadata."""
-        kept = ("classes", "size", "channels", "interpolation", "mean", "std")
-        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
-        own |= {"arch": flags["arch"], "model_args": flags.get("model_args", {})}
-        return cls(label_separator=flags.get("label_separator"), **own)
+    model_args: Mapping[str, Any] = field(default_factory=dict)  # of a network of one's own
 
     def create_model(self) -> nn.Module:
         """Return the network with random weights."""
@@ -124,14 +129,6 @@ class TextCard(Outputs):
     encoder: Mapping[str, Any]  # what an `Encoder` is made of; empty for the Transformer
     prior: Tensor | None  # (tokens, classes) scores of the Transformer
 
-    @classmethod
-    def read(cls, metadata: Mapping[str, Any]) -> TextCard:
-        """Return the card of a checkpoint's metadata."""
-        kept = ("classes", "tokenizer", "max_len", "pad", "encoder", "prior")
-        flags, own = metadata["flags"], {name: metadata[name] for name in kept}
-        own |= {name: flags[name] for name in ("arch", "model_args")}
-        return cls(label_separator=flags.get("label_separator"), **own)
-
     @cached_property
     def loaded_tokenizer(self) -> Any:
         """What texts are cut into tokens by, parsed at its first use."""
@@ -140,12 +137,7 @@ class TextCard(Outputs):
         return load_tokenizer(self.tokenizer)
 
     def create_model(self, *, mix_at: str = "pooled", **dropout: Any) -> nn.Module:
-        """Return the network with random weights.
-
-        Args:
-            mix_at: where mixup mixes.
-            dropout: dropout and token_dropout of the Transformer.
-        """
+        """Return the network with random weights; mixup mixes at `mix_at`."""
         classes = len(self.classes)
         if self.encoder:
             with hugging_face.refused(self.arch):
@@ -166,11 +158,7 @@ class TextCard(Outputs):
         )
 
     def prepare(self, texts: Sequence[str], device: torch.device) -> Tensor:
-        """Return what the network takes, (texts, length).
-
-        Raises:
-            TypeError: one of them is no text.
-        """
+        """Return what the network takes, (texts, length); what is no text is a TypeError."""
         from input_pipeline.text_batches import encode_texts
 
         if strange := [text for text in texts if not isinstance(text, str)]:

@@ -85,13 +85,7 @@ def save_last(folder: Path, state: Mapping[str, Any], *, keep: int) -> None:
 def save(
     path: Path, state: Mapping[str, Any], *, before_rename: Callable[[], None] | None = None
 ) -> None:
-    """Write a checkpoint; the previous file stays until the new one is complete on the disk.
-
-    Args:
-        before_rename: as of `atomic_write`.
-    Raises:
-        OSError: it could not be written; the previous file is untouched.
-    """
+    """Write a checkpoint by `atomic_write`; one that cannot be written is an OSError."""
     try:
         with atomic_write(path, before_rename) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
@@ -166,12 +160,7 @@ class _Damage(Exception):
 
 
 def _load_file(path: Path, script: str, *, where: str) -> Checkpoint:
-    """`load` of a file.
-
-    Raises:
-        _Damage: it is not what was written.
-        InputError: as of `load`.
-    """
+    """`load` of a file; raises _Damage where it is not what was written."""
     if not path.is_file():
         raise InputError(f"{where}: no such checkpoint; give a run folder or a .pt file")
     if path.suffix in (".onnx", ".pt2", ".safetensors"):
@@ -214,10 +203,9 @@ def read_progress(path: Path) -> dict[str, Any] | None:
 
 
 def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "") -> None:
-    """Call `target.load_state_dict(state)`.
+    """Call `target.load_state_dict(state)`; messages call the target `what`.
 
     Args:
-        what: its name in messages.
         flag: which asked for the checkpoint, if one did; messages begin with it.
     Raises:
         InputError: the state does not fit, so the flags are not those of the run that wrote it.

@@ -2,7 +2,7 @@
 
 checkpointer = Checkpointer(parts, progress, log, metadata={"script": "resnet50_test"}, keep=1)
 checkpointer.save()                            # collective, as all methods are
-checkpointer.save(previous_best=best)          # best.pt as well
+checkpointer.save(best=best)                   # best.pt as well
 checkpoint = checkpointer.load_last()
 """
 
@@ -24,9 +24,7 @@ class Checkpointer:
     """Writes the checkpoints of a run into its folder.
 
     Args:
-        parts: of the run.
-        progress: of the run.
-        log: of the run, with its folder.
+        parts, progress, log: of the run.
         metadata: plain values that every checkpoint begins with: script, flags, card.
         keep: how many checkpoints stay: last.pt and those before it.
 
@@ -50,7 +48,7 @@ class Checkpointer:
     def save(
         self,
         *,
-        previous_best: dict[str, Any] | None = None,
+        best: dict[str, Any] | None = None,
         shown: Mapping[str, Any] | None = None,
     ) -> None:
         """Write last.pt, and before it best.pt if it is the best.
@@ -59,13 +57,12 @@ class Checkpointer:
         names the files.
 
         Args:
-            previous_best: the best epoch before, if this one is the best. It becomes that of the
-                progress again if best.pt cannot be written, so that a later epoch can be the best.
+            best: what `Progress.best` becomes if this epoch is the best, unless best.pt cannot be
+                written, so that a later epoch can be the best.
             shown: entries that take the place of those of the parts, for inference.
-        Raises:
-            InputError: as of `renew_folder`.
         """
-        is_best = previous_best is not None
+        before, is_best = self.progress.best, best is not None
+        self.progress.best = best or before
         with self.world.waiting_at_most(self.world.limits.start):
             if not is_best:
                 self.renew_folder()
@@ -87,8 +84,8 @@ class Checkpointer:
                 return unsaved
 
             self.unsaved = on_main(self.world, write)
-        if previous_best is not None and "best" in self.unsaved:
-            self.progress.best = previous_best
+        if "best" in self.unsaved:
+            self.progress.best = before
 
     def load_last(self) -> Checkpoint:
         """Return the last checkpoint; rank 0 sends it where not all nodes have it."""
@@ -104,23 +101,16 @@ class Checkpointer:
         return mine
 
     def renew_folder(self) -> None:
-        """Make the run folder again if it is gone, and choose the best epoch from here on.
-
-        Raises:
-            InputError: another run has taken the folder's name.
-        """
+        """Make the run folder again if it is gone, and choose the best epoch from here on."""
         if on_main(self.world, lambda: self.log.make_again(self.progress.rows)):
             self._settle_best()
 
     def settle_files(self, path: Path) -> None:
-        """Settle last.pt and best.pt after a resume.
+        """Settle last.pt and best.pt after the checkpoint at `path` was loaded, on every rank.
 
         An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
         anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
         an epoch that the lost last.pt had reached. A new folder gets its last.pt.
-
-        Args:
-            path: the checkpoint that was loaded, on every rank.
         """
         folder, is_older = self.log.folder, checkpoint.OLDER_NAME.fullmatch(path.name)
         is_here = path.resolve().parent == folder.resolve()

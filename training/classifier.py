@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from training import checkpoint
-from training.card import Card, read_card
-
-THRESHOLD = 0.5  # of the probability of a label
+from training.card import THRESHOLD, Card, read_card
 
 
 def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
@@ -46,11 +44,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
 def trained_classifier(
     weights: Mapping[str, Tensor], card: Card, device: torch.device, *, flag: str
 ) -> Classifier:
-    """Make the model of a card, with its trained weights.
-
-    Raises:
-        InputError: they do not fit; the message begins with `flag`.
-    """
+    """Make the model of a card; weights that do not fit are refused in a line that names `flag`."""
     model = card.create_model()
     checkpoint.load_into(model, weights, "model", flag=flag)
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -58,13 +52,7 @@ def trained_classifier(
 
 
 class Classifier:
-    """A model with its classes and its preprocessing.
-
-    Attributes:
-        model: from what `prepare` returns to logits (batch, classes).
-        card: what it is.
-        classes: their names, in the order of the outputs.
-    """
+    """A model, from what `prepare` returns to logits (batch, classes), and what it means."""
 
     def __init__(self, model: nn.Module, card: Card) -> None:
         self.model, self.card, self.classes = model, card, list(card.classes)
@@ -91,7 +79,7 @@ class Classifier:
         """
         found = self.probabilities(samples, batch_size=batch_size)
         if self.card.is_multilabel:
-            return [[c for c, p in zip(self.classes, row) if p > threshold] for row in found]
+            return [self.card.labels(row, threshold) for row in found.tolist()]
         return [self.classes[number] for number in found.argmax(1).tolist()]
 
     @torch.inference_mode()

@@ -1,6 +1,5 @@
-"""The row of an epoch in metrics.jsonl, the result of an epoch, and the summary of a run."""
+"""What rows of metrics.jsonl say, in words, and the summary of a run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from distributed.world import World
 from errors import InputError
 from input_pipeline.baseline import Baseline
 from training.checkpoint import read_progress
-from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, TOP, Evaluation, class_table
+from training.evaluation import EVAL_SET_NAMES, METRIC_NAMES, Evaluation, class_table
 from training.progress import Progress, whole_epochs
 from training.run_log import RunLog
 from training.scores import Show, describe_scores, worst_rows
-from training.step_stats import StepTotals
 
 SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f1": "macro-F1"} | {
     "auroc": "AUROC"
@@ -22,78 +20,9 @@ SHARES = {"map": "mAP", "accuracy": "accuracy", "micro_f1": "micro-F1", "macro_f
 MAX_LISTED = 20  # classes of a table at the end of a run
 
 
-def epoch_columns(
-    evaluated: Mapping[str, Evaluation | None],
-    classes: int,
-    *,
-    is_multilabel: bool = False,
-    with_auroc: bool = False,
-    suffix: str = "",
-) -> dict[str, float | None]:
-    """The metrics on each evaluation set by their names in metrics.jsonl.
-
-    `classes` is the number of classes. AUROC is there only where it is asked for. The metrics of a
-    set that was not evaluated are None.
-    """
-    further = ["map", "micro_f1"] if is_multilabel else ["top5_accuracy"] if classes > TOP else []
-    metrics = ["loss", "accuracy", "macro_f1", *further, *["auroc"] * with_auroc]
-    return {
-        f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
-        for name, result in evaluated.items()
-        for metric in metrics
-    }
-
-
 def is_evaluated(row: Mapping[str, Any]) -> bool:
     """Whether there was an evaluation after the epoch of a row of metrics.jsonl."""
     return any(row.get(f"{name}_accuracy") is not None for name in EVAL_SET_NAMES)
-
-
-def epoch_row(
-    progress: Progress,
-    totals: StepTotals,
-    world: World,
-    *,
-    epoch: float,
-    lr: float,
-    batch_size: int,
-    evaluated: Mapping[str, float | None],
-) -> dict[str, Any]:
-    """One flat object for the epoch that is over, which is still counted as not done.
-
-    Args:
-        epoch: its number, from 1 on; a fraction within an epoch.
-        progress, world: of the run.
-        totals: the epoch's sums over all ranks, without skipped steps; if all of them were skipped,
-            loss and accuracy are not a number.
-        lr: learning rate of the last step.
-        batch_size: of all ranks.
-        evaluated: what `epoch_columns` returned.
-    """
-    row = {
-        "epoch": epoch,
-        "step": progress.step,
-        "samples": progress.samples,
-        "seconds": round(progress.seconds, 4),
-        "train_seconds": round(progress.train_seconds, 4),
-        "compile_seconds": round(progress.compile_seconds, 4),
-        "eval_seconds": round(progress.eval_seconds, 4),
-        "samples_per_second": round(progress.epoch_samples / max(progress.train_seconds, 1e-9), 2),
-        "train_loss": totals.loss / totals.samples if totals.samples else math.nan,
-        "train_accuracy": totals.num_correct / totals.samples if totals.samples else math.nan,
-    }
-    if totals.mix_weight:
-        row["mean_lambda"] = totals.mix_weight / totals.samples
-    return row | {
-        **evaluated,
-        "lr": lr,
-        "batch_size": batch_size,
-        "world_size": world.size,
-        "devices": world.devices,
-        "peak_memory_bytes": peak_memory(world.device),
-        "comm_bytes": world.traffic.payload,
-        "wire_bytes": round(world.traffic.wire),
-    }
 
 
 def training_seconds(row: Mapping[str, Any]) -> float:
@@ -132,12 +61,7 @@ def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
 
 
 def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
-    """How the best of some epochs was chosen, and what that means for its result.
-
-    Args:
-        rows: of metrics.jsonl.
-        chosen_by: column of metrics.jsonl that chose the best epoch.
-    """
+    """How a column of metrics.jsonl chose the best of its rows, and what that means."""
     if len(rows) == 1:
         return "the only epoch"
     if sum(map(is_evaluated, rows)) == 1:
@@ -154,26 +78,24 @@ def report_result(
     world: World,
     log: RunLog,
     *,
-    is_saved: bool = True,
-    baseline: Mapping[str, Any] | None = None,
+    is_saved: bool,
+    baseline: Mapping[str, Any] | None,
     evaluated: Mapping[str, Evaluation],
     classes: Sequence[str],
     shown: Mapping[str, Show],
 ) -> None:
-    """Print the last lines of a run (rank 0): what its last and best epochs reached, and the cost.
+    """Print what the last and the best epoch of a run reached, and the cost; write result.json.
 
-    What its report shows of the last evaluation is written as well.
+    Rank 0 alone does. Where rows may have several labels there is a table of them.
 
     Args:
-        progress, world, log: of the run.
         is_saved: whether the last checkpoint could be written.
         baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
-        evaluated: the last evaluation on each set, of which a table of the labels is printed where
-            rows may have several.
+        evaluated: the last evaluation on each set.
         classes: their names.
         shown: what a report shows of the rows of a set, by its name.
     Raises:
-        InputError: it could not.
+        InputError: the checkpoint could not be written.
     """
     if not world.is_main:
         return
@@ -229,17 +151,12 @@ def final_result(
     epoch: int,
     shown: Mapping[str, Show],
 ) -> dict[str, Any]:
-    """What a report shows of the last evaluation on the test set, else on the validation set.
-
-    Args:
-        evaluated, classes, shown: as of `report_result`.
-        epoch: after which the evaluation was.
-    """
+    """What a report shows of the evaluation after `epoch` on the test set, else on validation."""
     name = "test" if "test" in evaluated else "val"
     found, rows = evaluated[name], evaluated[name].rows
     scores = None if rows is None else rows.scores()
     result = {"epoch": epoch, "eval_set": EVAL_SET_NAMES[name], "scores": scores}
-    if found.average_precision is not None and found.class_counts is not None:
+    if found.average_precision is not None:
         result |= {"labels": list(classes), "label_counts": found.class_counts.tolist()}
     if rows is not None and scores:
         result["worst"] = worst_rows(rows, classes, shown.get(name, lambda row: {}))

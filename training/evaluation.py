@@ -1,15 +1,18 @@
 """What a trained model is good for: its accuracy and F1, overall and of each class.
 
-result = evaluate(model, test, precision=precision, world=world, batch_size=256)
-result.loss, result.accuracy                # with count_classes=10 counts of them as well, for
+how = {"precision": precision, "world": world, "batch_size": 256}
+result = evaluate(model, test, num_classes=10, **how)
+result.loss, result.accuracy
 print(class_table(result, classes))         # the accuracy and F1 of each class
+for rows, logits, labels in outputs(model, test, **how): ...
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,7 @@ METRIC_NAMES = {  # in sentences; the last ones are of rows with several labels
     "micro_f1": "micro-F1",
 }
 TOP = 5  # most likely classes, of which one is to be right
-MAX_CONFUSED_CLASSES = 1000  # of a confusion matrix: 8 MB, which the ranks add up
+MAX_CONFUSED_CLASSES = 1000  # of a confusion matrix: 8 MB
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,14 @@ class Evaluation:
     loss: float  # mean cross-entropy
     accuracy: float  # in 0..1; of several labels the share of rows of which all are right
     top5_accuracy: float  # in 0..1; 1 for as many classes; not a number for several labels
-    # (3, classes) correct samples, samples and predictions of each; None where not asked for
-    class_counts: Tensor | None = None
+    class_counts: Tensor  # (3, classes) correct samples, samples and predictions of each
     # (classes, classes) number of samples, by their class (row) and the predicted one (column);
     # None for more than `MAX_CONFUSED_CLASSES`.
     confusion: Tensor | None = None
     # (classes,) average precision of each, not a number where no row has the label; None for one
     # label a row.
     average_precision: Tensor | None = None
-    rows: ScoredRows | None = None  # None where there are too many, or classes are not counted
+    rows: ScoredRows | None = None  # None where there are too many
 
     @property
     def map(self) -> float | None:
@@ -65,17 +67,15 @@ class Evaluation:
         return None if self.average_precision is None else self.average_precision.nanmean().item()
 
     @property
-    def micro_f1(self) -> float | None:
-        """F1 of all decisions together, whichever class they are about; None without counts."""
-        if self.class_counts is None:
-            return None
+    def micro_f1(self) -> float:
+        """F1 of all decisions together, whichever class they are about."""
         correct, rows, predicted = self.class_counts.sum(1).tolist()
         return 2 * correct / max(rows + predicted, 1)
 
     @property
-    def macro_f1(self) -> float | None:
-        """The mean of the classes' F1, in 0..1; None without their counts."""
-        return None if self.class_counts is None else class_scores(self.class_counts)[-1, 2].item()
+    def macro_f1(self) -> float:
+        """The mean of the classes' F1, in 0..1."""
+        return class_scores(self.class_counts)[-1, 2].item()
 
     @property
     def auroc(self) -> float | None:
@@ -89,112 +89,113 @@ class Evaluation:
 
 
 @torch.no_grad()  # in inference mode FSDP would make tensors that training cannot use
-def evaluate(
+def outputs(
     model: nn.Module,
     data: BatchedDataset,
+    rows: Tensor | None = None,
     *,
     precision: Precision,
     world: World,
     batch_size: int,
-    count_classes: int = 0,
-    is_multilabel: bool = False,
     title: str = "",
-    on_logits: Callable[[Tensor, Tensor], None] = lambda logits, labels: None,
-) -> Evaluation:
-    """Evaluate a model on a set, of which each rank takes a share; two reads of the device.
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Run a model on a set, of which each rank takes a share, in evaluation mode; collective.
 
     The model runs eagerly, also where it is compiled for training, and on parts of a batch where a
     GPU has no memory for it.
 
     Args:
-        count_classes: number of classes that are counted; 0 counts none. With it the logits are
-            kept, unless there are very many.
-        is_multilabel: rows may have several labels; the classes must be counted.
+        rows: of the set; None is all of them.
         title: with one, rank 0 shows a progress bar over its share.
-        on_logits: is called with logits (rows, classes) and labels of each of this rank's batches.
+    Yields:
+        Of each of this rank's batches the places in `rows`, logits (batch, classes) and labels.
     Raises:
         InputError: a GPU has no memory for one sample, or for a batch of a sharded model, or a
             file is broken; on every rank, unless the model is sharded.
     """
     model.eval()
-    lengths = data.lengths
-    order = torch.arange(len(data)) if lengths is None else torch.argsort(lengths, stable=True)
-    plan = [rows for rows in order[world.rank :: world.size].split(batch_size) if len(rows)]
+    rows = torch.arange(len(data)) if rows is None else rows
+    order = torch.arange(len(rows))
+    if data.lengths is not None:
+        order = torch.argsort(data.lengths[rows], stable=True)
+    plan = [part for part in order[world.rank :: world.size].split(batch_size) if len(part)]
     mine, total = len(plan), sum(map(len, plan))
     is_sharded = any(map(fsdp.is_sharded, model.modules()))
     if is_sharded:
         # Every batch gathers weights from all ranks, so all ranks take part in as many batches.
         plan += [order[:1]] * (max(world.all_gather(mine)) - mine)
-    dtype = widest_float(world.device)
-    sums = torch.zeros(4, dtype=dtype, device=world.device)  # loss, correct, top 5, samples
-    rows = batch_size  # that the model takes at a time
-    counts = sums.new_zeros(3, count_classes)
-    pairs = sums.new_zeros(count_classes**2 if count_classes <= MAX_CONFUSED_CLASSES else 0)
-    is_kept = count_classes > 0 and keeps_logits(len(data), count_classes)
-    widths = [count_classes, count_classes if is_multilabel else 1]  # of a row's logits, targets
-    kept = torch.zeros(len(data) * (is_kept or is_multilabel), sum(widths), device=world.device)
+    at_once = batch_size  # samples that the model takes
     bar = progress_bar(title, total, is_main=world.is_main and bool(title))
     # The ranks of a sharded model are inside its collectives, where one that fails ends alone.
     with bar, contextlib.nullcontext() if is_sharded else raise_together(world):
-        for number, (inputs, labels) in enumerate(data.batches(plan)):
+        batches = data.batches([rows[part] for part in plan])
+        for number, (inputs, labels) in enumerate(batches):
             logits = None
             while logits is None:
                 try:
                     with precision.autocast(), without_compilation():
-                        logits = torch.cat([model(part).float() for part in inputs.split(rows)])
+                        logits = torch.cat([model(part).float() for part in inputs.split(at_once)])
                 except torch.cuda.OutOfMemoryError:
-                    if rows == 1 or is_sharded:
+                    if at_once == 1 or is_sharded:
                         raise InputError(
-                            f"out of memory in an evaluation with {rows} samples of a process; "
+                            f"out of memory in an evaluation with {at_once} samples of a process; "
                             "use a smaller model or image, or another device"
                         ) from None
-                    rows = -(-rows // 2)
-            if number >= mine:
-                continue
-            on_logits(logits, labels)
-            bar.update(len(labels))
-            if len(kept):
-                targets = labels.float().view(len(labels), -1)
-                kept[plan[number].to(world.device)] = torch.cat([logits, targets], 1)
-            if is_multilabel:
-                continue
-            predicted, ones = logits.argmax(1), torch.ones_like(labels, dtype=dtype)
-            right = (predicted == labels).to(dtype)
-            sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-            sums[1] += right.sum()
-            likely = logits.topk(min(TOP, logits.shape[1])).indices
-            sums[2] += (likely == labels[:, None]).sum()
-            sums[3] += len(labels)
-            if count_classes:
-                counts[0].index_add_(0, labels, right)
-                counts[1].index_add_(0, labels, ones)
-                counts[2].index_add_(0, predicted, ones)
-            if len(pairs):
-                pairs.index_add_(0, count_classes * labels + predicted, ones)
-    logits_of_rows, targets = world.sum(kept).cpu().split(widths, 1)
+                    at_once = -(-at_once // 2)
+            if number < mine:
+                yield plan[number], logits, labels
+                bar.update(len(labels))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    data: BatchedDataset,
+    *,
+    num_classes: int,
+    is_multilabel: bool = False,
+    world: World,
+    **how: Any,
+) -> Evaluation:
+    """Evaluate a model on a set by its `outputs`, of which `how` are arguments; two reads."""
+    is_kept = keeps_logits(len(data), num_classes)
+    widths = [num_classes * (is_kept or is_multilabel), num_classes if is_multilabel else 1, 1, 1]
+    # Of each row: logits, targets, the predicted class, whether the right one is among the top 5.
+    table = torch.zeros(len(data), sum(widths), device=world.device)
+    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
+    for rows, logits, labels in outputs(model, data, world=world, **how):
+        targets, likely = labels.view(len(labels), -1), logits.topk(min(TOP, num_classes)).indices
+        is_likely = (likely == targets[:, :1]).any(1, keepdim=True)
+        columns = [logits[:, : widths[0]], targets, logits.argmax(1, keepdim=True), is_likely]
+        table[rows.to(world.device)] = torch.cat([column.float() for column in columns], 1)
+        if not is_multilabel:
+            loss += F.cross_entropy(logits, labels, reduction="sum")
+    logits_of_rows, *columns = world.sum(table).cpu().split(widths, 1)
     if is_multilabel:
-        result = evaluate_labels(logits_of_rows, targets)
+        result = evaluate_labels(logits_of_rows, columns[0])
         return result if is_kept else replace(result, rows=None)
-    totals = world.sum(torch.cat([sums, counts.flatten(), pairs])).cpu()
-    loss, correct, in_top5, samples = totals[:4].tolist()
-    counts, pairs = totals[4:].long().tensor_split([counts.numel()])
+    targets, predicted, is_likely = (column[:, 0].long() for column in columns)
+    right, every, confusion = targets == predicted, torch.ones_like(targets), None
+    if num_classes <= MAX_CONFUSED_CLASSES:
+        pairs = _count(num_classes**2, num_classes * targets + predicted, every)
+        confusion = pairs.view(num_classes, num_classes)
+    counted = ((targets, right.long()), (targets, every), (predicted, every))
     return Evaluation(
-        loss / samples,
-        correct / samples,
-        in_top5 / samples,
-        class_counts=counts.view(3, count_classes) if count_classes else None,
-        confusion=pairs.view(count_classes, count_classes) if len(pairs) else None,
-        rows=ScoredRows(logits_of_rows, targets[:, 0].long()) if is_kept else None,
+        world.sum(loss).item() / len(data),
+        right.double().mean().item(),
+        is_likely.double().mean().item(),
+        class_counts=torch.stack([_count(num_classes, *each) for each in counted]),
+        confusion=confusion,
+        rows=ScoredRows(logits_of_rows, targets) if is_kept else None,
     )
 
 
-def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
-    """Evaluate logits where rows may have several labels.
+def _count(size: int, numbers: Tensor, weights: Tensor) -> Tensor:
+    return torch.zeros(size, dtype=torch.long).index_add_(0, numbers, weights)
 
-    Args:
-        logits: (rows, classes).
-        targets: (rows, classes), 1 where a row has the label, else 0.
-    """
+
+def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
+    """Evaluate logits (rows, classes) by targets of that shape, 1 for each label of a row."""
     rows, is_set, is_predicted = ScoredRows(logits, targets), targets > 0, logits > 0
     parts = [is_set & is_predicted, is_set, is_predicted]
     loss = F.binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="sum")
@@ -209,15 +210,10 @@ def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
 
 
 def class_scores(class_counts: Tensor) -> Tensor:
-    """Precision, recall and F1 of each class, and their means, in 0..1; as in scikit-learn.
+    """Precision, recall and F1 of each class, as in scikit-learn, then means: (classes + 1, 3).
 
     A score without rows is 0. The means are over the classes that have rows or predictions; that of
-    F1 is the macro-F1.
-
-    Args:
-        class_counts: (3, classes), as of `Evaluation`.
-    Returns:
-        (classes + 1, 3) float64, the means last.
+    F1 is the macro-F1. `class_counts` are those of an `Evaluation`.
     """
     correct, rows, predicted = class_counts
     parts = torch.stack([correct, correct, 2 * correct], dim=1).double()
@@ -230,7 +226,6 @@ def class_table(evaluation: Evaluation, classes: Sequence[str]) -> str:
 
     Average precision takes the place of accuracy where rows may have several labels.
     """
-    assert evaluation.class_counts is not None
     scores, rows = class_scores(evaluation.class_counts).tolist(), evaluation.class_counts[1]
     title, shown = "", [recall for _, recall, _ in scores]
     of_all = f"{100 * evaluation.accuracy:6.2f} %  F1 {100 * scores[-1][2]:6.2f} %"

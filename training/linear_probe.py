@@ -12,6 +12,7 @@ random one (Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv:2
 
 from collections.abc import Generator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,10 @@ from torch.nn import functional as F
 from backends.device import widest_float
 from backends.execution import without_compilation
 from backends.precision import Precision
-from distributed.agreement import raise_together
 from distributed.world import World
 from input_pipeline.baseline import spread
 from input_pipeline.dataset import BatchedDataset
-from training.progress_bar import progress_bar
+from training import evaluation
 
 # Of the squared weights, halved, beside the mean loss. On features of unit variance it was within
 # .8 points of the best of 7 strengths on 200 to 5,000 rows of texts and images.
@@ -33,13 +33,7 @@ ITERATIONS = 100  # of L-BFGS
 
 
 class Features:
-    """A data set of vectors.
-
-    Args:
-        features: (rows, width).
-        labels: (rows,) class numbers, or (rows, classes) of 0 and 1.
-        device: where batches are.
-    """
+    """A data set of vectors (rows, width) with labels (rows,) or (rows, classes) of 0 and 1."""
 
     lengths = None
 
@@ -71,10 +65,9 @@ def compute_features(
     *,
     precision: Precision,
     world: World,
-    batch_size: int,
     most: int | None = None,
     multilabel_classes: int = 0,
-    title: str = "",
+    **how: Any,
 ) -> tuple[Tensor, Tensor] | None:
     """Return what the head sees of each row, (rows, width) in fp32, and the labels; collective.
 
@@ -83,7 +76,7 @@ def compute_features(
     Args:
         most: rows at most, spread evenly; None is all of them.
         multilabel_classes: number of classes where rows may have several labels, else 0.
-        title: with one, rank 0 shows a progress bar.
+        how: further arguments of `evaluation.outputs`.
     Returns:
         Both on the CPU of every rank; None where the head does not compute the logits alone.
     Raises:
@@ -91,33 +84,22 @@ def compute_features(
     """
     seen: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model.eval()
     rows = spread(len(data), most or len(data))
-    order = torch.arange(len(rows))
-    if data.lengths is not None:
-        order = torch.argsort(data.lengths[rows], stable=True)
-    plan = [part for part in order[world.rank :: world.size].split(batch_size) if len(part)]
     features = torch.zeros(len(rows), head.in_features, device=world.device)
     of_row = [multilabel_classes] if multilabel_classes else []
     labels = torch.zeros(len(rows), *of_row, dtype=torch.long, device=world.device)
     is_alone = True
-    bar = progress_bar(title, sum(map(len, plan)), is_main=world.is_main and bool(title))
-    try:
-        with bar, raise_together(world):
-            batches = data.batches([rows[part] for part in plan])
-            for part, (inputs, targets) in zip(plan, batches):
-                seen.clear()
-                with precision.autocast(), without_compilation():
-                    logits = model(inputs)
-                    is_alone &= len(seen) == 1 and seen[0].shape == (len(part), head.in_features)
-                    is_alone = is_alone and torch.allclose(head(seen[0]).float(), logits.float())
-                if not is_alone:
-                    break
-                features[part.to(world.device)] = seen[0].float()
-                labels[part.to(world.device)] = targets.long()
-                bar.update(len(part))
-    finally:
-        hook.remove()
+    found = evaluation.outputs(model, data, rows, precision=precision, world=world, **how)
+    for places, logits, targets in found:
+        last = torch.cat(seen)[-len(logits) :] if seen else logits  # some before ran out of memory
+        is_alone = is_alone and last.shape == (len(logits), head.in_features)
+        if is_alone:
+            with precision.autocast(), without_compilation():
+                is_alone = torch.allclose(head(last).float(), logits)
+            places = places.to(world.device)
+            features[places], labels[places] = last.float(), targets.long()
+        seen.clear()
+    hook.remove()
     if not all(world.all_gather(is_alone)):
         return None
     return world.sum(features).cpu(), world.sum(labels).cpu()

@@ -145,12 +145,7 @@ class MixedCrossEntropy:
 
 
 def is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether the class of each row is predicted, or exactly its labels: (batch,) bool.
-
-    Args:
-        logits: (batch, classes).
-        labels: (batch,) class numbers, or (batch, classes) of 0 and 1.
-    """
+    """Whether the class of each row is predicted, or exactly its labels (batch, classes)."""
     if labels.ndim == 1:
         return logits.argmax(1) == labels
     return ((logits > 0) == (labels > 0)).all(1)

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.precision import Precision
 from distributed.world import World
 from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from mixup import MetaMixup
-from training.evaluation import evaluate
+from training.evaluation import outputs
 
 
 class MetaLearner:
@@ -47,27 +46,15 @@ class MetaLearner:
         self.is_over |= epoch >= self.until
         return not self.is_over or self.meta.wrong > 0
 
-    def end_epoch(
-        self, model: nn.Module, *, precision: Precision, world: World, batch_size: int
-    ) -> dict[str, float]:
-        """End an epoch of the policy; collective. Return what it adds to the epoch's row."""
+    def end_epoch(self, model: nn.Module, *, world: World, **how: Any) -> dict[str, float]:
+        """End an epoch of the policy by `outputs`; return what it adds to the row; collective."""
         self.meta.row_losses.end_epoch()
         if not self.is_over:
             found = [torch.empty(3, 0, dtype=torch.float64)]
-
-            def note(logits: Tensor, labels: Tensor) -> None:
+            for _, logits, labels in outputs(model, self.held_out, world=world, **how):
                 confidence, predicted = logits.softmax(1).max(1)
                 columns = [each.double() for each in (predicted, confidence, labels)]
                 found.append(torch.stack(columns).cpu())
-
-            evaluate(
-                model,
-                self.held_out,
-                precision=precision,
-                world=world,
-                batch_size=batch_size,
-                on_logits=note,
-            )
             of_ranks = torch.cat(world.all_gather(torch.cat(found, 1)), 1)
             predicted, confidence, labels = of_ranks.unbind()
             self.meta.learn(predicted.long(), confidence, labels.long())
@@ -84,11 +71,7 @@ class MetaLearner:
         return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            InputError: it is of an older meta-mixup.
-        """
+        """Load what `state_dict` returned; that of an older meta-mixup is refused."""
         if "is_over" not in state:
             raise InputError("the run is of an older meta-mixup, and cannot go on")
         self.meta.load_state_dict(state)

@@ -41,22 +41,15 @@ class MicroBatches:
     def split(
         self, inputs: Tensor, labels: Tensor, *, number: int | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Cut a batch into micro-batches whose sizes differ by one sample at most.
+        """Cut inputs (batch, ...) and labels into micro-batches, whose sizes differ by one.
 
-        Args:
-            inputs: (batch, ...).
-            labels: (batch,).
-            number: how many micro-batches; None is as many as the batch needs.
+        Their number is by default what the batch needs.
         """
         number = number or self.number(len(labels))
         return list(zip(inputs.tensor_split(number), labels.tensor_split(number)))
 
     def halve(self, batch_size: int) -> str:
-        """Halve the limit: the same global batch in half the memory; returns a line for the user.
-
-        Raises:
-            InputError: micro-batches hold a single sample already.
-        """
+        """Halve the limit: the same global batch in half the memory; returns a line of the log."""
         if self.number(batch_size) >= batch_size:
             raise InputError(
                 "out of memory with a micro-batch of one sample; use a smaller model or image, "

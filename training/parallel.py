@@ -34,10 +34,6 @@ BUCKET_MIB = 25  # of gradients in one all-reduce
 class Parallel:
     """Nothing but BatchNorm's statistics is shared; the base class of the three forms.
 
-    Args:
-        model: on its device.
-        optimizer: over parameters of `model`.
-
     Attributes:
         module: what forward and backward passes go through: `model`, wrapped or not.
         parameters: the optimizer's, in the order in which its state numbers them.
@@ -56,11 +52,7 @@ class Parallel:
         self.observers: list[Callable[[dist.GradBucket], None]] = []
 
     def wrap(self, *, accumulates: bool) -> None:
-        """Prepare the passes, while all ranks have the same weights; collective.
-
-        Args:
-            accumulates: whether a step may have several micro-batches on some rank.
-        """
+        """Prepare passes of one or several micro-batches, while weights are alike; collective."""
 
     def sync_next(self, is_last: bool) -> None:
         """Let the next passes share gradients if `is_last`: if those are complete after them."""

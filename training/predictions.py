@@ -14,7 +14,7 @@ from typing import Any
 from errors import writing
 from training.atomic_file import atomic_write
 from training.card import Outputs
-from training.classifier import THRESHOLD, Classifier
+from training.classifier import Classifier
 
 SUFFIXES = (".jsonl", ".csv")
 MOST_LIKELY = 3  # classes that a printed prediction names
@@ -37,31 +37,14 @@ class Sample:
         return shown[: LONGEST_TEXT - 3] + "..." if is_long else shown
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The probability of every class for a sample."""
-
-    sample: Sample
-    probabilities: list[float]
-
-    def most_likely(self) -> list[int]:
-        """Class numbers, the most likely one first."""
-        return sorted(range(len(self.probabilities)), key=lambda i: -self.probabilities[i])
-
-    def labels(self, classes: Sequence[str]) -> list[str]:
-        """The classes above the threshold, where a sample may have several labels."""
-        return [name for name, p in zip(classes, self.probabilities) if p > THRESHOLD]
+Prediction = tuple[Sample, list[float]]
+"""A sample and the probability of every class."""
 
 
 def predict(
     classifier: Classifier, inputs: Sequence[Any], samples: Iterable[Sample], *, batch_size: int
 ) -> Iterator[Prediction]:
-    """Yield the prediction of each sample.
-
-    Args:
-        inputs: what the classifier takes of each of them.
-        batch_size: samples that are computed together.
-    """
+    """Yield the prediction of each sample, of which the classifier takes `inputs`."""
     rows = min(batch_size, ROWS_AT_ONCE)
     starts = range(0, len(inputs), rows)
     parts = (
@@ -69,7 +52,7 @@ def predict(
     )
     found = (row for part in parts for row in part)
     for sample, probabilities in zip(samples, found, strict=True):
-        yield Prediction(sample, probabilities.tolist())
+        yield sample, probabilities.tolist()
 
 
 def print_predictions(predictions: Iterable[Prediction], outputs: Outputs) -> None:
@@ -77,13 +60,12 @@ def print_predictions(predictions: Iterable[Prediction], outputs: Outputs) -> No
 
     Of a sample without a label the most likely one is said.
     """
-    classes = outputs.classes
-    for prediction in predictions:
-        count = len(prediction.labels(classes)) if outputs.is_multilabel else MOST_LIKELY
-        likely = prediction.most_likely()[: max(count, 1)]
-        guesses = (f"{classes[i]} {100 * prediction.probabilities[i]:.1f} %" for i in likely)
+    for sample, probabilities in predictions:
+        count = len(outputs.labels(probabilities)) if outputs.is_multilabel else MOST_LIKELY
+        likely = sorted(zip(probabilities, outputs.classes), key=lambda each: -each[0])
+        guesses = (f"{name} {100 * share:.1f} %" for share, name in likely[: max(count, 1)])
         none = "" if count else "no label; most likely "
-        print(f"{prediction.sample.show()}: {none}{', '.join(guesses)}")
+        print(f"{sample.show()}: {none}{', '.join(guesses)}")
 
 
 def write_predictions(path: Path, predictions: Iterable[Prediction], outputs: Outputs) -> int:
@@ -93,9 +75,6 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], outputs: Ou
     backslash escapes. Where a sample may have several labels, they are a list in JSON, and joined
     by their separator in csv.
 
-    Args:
-        path: its suffix chooses between JSON lines and csv.
-        outputs: the card of the model.
     Raises:
         InputError: a sample cannot be read, or the file cannot be written.
     """
@@ -106,11 +85,10 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], outputs: Ou
         open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
     ):
         rows = csv.writer(file)
-        for count, prediction in enumerate(predictions, 1):
-            sample, probabilities = prediction.sample, prediction.probabilities
-            predicted: Any = classes[prediction.most_likely()[0]]
+        for count, (sample, probabilities) in enumerate(predictions, 1):
+            predicted: Any = classes[probabilities.index(max(probabilities))]
             if outputs.label_separator is not None:
-                predicted = prediction.labels(classes)
+                predicted = outputs.labels(probabilities)
                 if path.suffix == ".csv":
                     predicted = outputs.label_separator.join(predicted)
             record: dict[str, Any] = {

@@ -46,8 +46,6 @@ class Probe:
         """Try the largest batch, so that a micro-batch that does not fit is halved at the start.
 
         Args:
-            data: the training set.
-            largest: rows of the batch.
             epoch: whose images are the largest.
             records_steps: whether the steps will be recorded as CUDA graphs.
         """
@@ -95,13 +93,9 @@ class Probe:
         self.world.traffic = Traffic()
 
     def try_batch(self, module: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-        """Halve this rank's micro-batch until a batch fits.
+        """Halve this rank's micro-batch until a batch fits the model, which may be wrapped.
 
         Weights, BatchNorm statistics and random states are left as they were.
-
-        Args:
-            module: the model, wrapped for data parallelism or not.
-            inputs, labels: (batch, ...) and (batch,).
         """
         model, device = self.model, self.world.device
         buffers = [buffer.clone() for buffer in model.buffers()]
@@ -121,11 +115,7 @@ class Probe:
         set_rng_states(states, device)
 
     def halve_micro_batch(self, batch_size: int) -> None:
-        """Go on with the same global batch in half the memory.
-
-        Raises:
-            InputError: a micro-batch of one sample does not fit.
-        """
+        """Go on with the same global batch in half the memory, if it has more than one sample."""
         message = self.micro_batches.halve(batch_size)
         self.model.zero_grad(set_to_none=True)
         if self.world.device.type == "cuda":

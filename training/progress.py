@@ -12,11 +12,7 @@ Row = Mapping[str, Any]  # of metrics.jsonl
 
 
 def best_row(rows: Sequence[Row], column: str) -> Row | None:
-    """The first of the rows with the best value; None where no row has a finite one.
-
-    Args:
-        column: such as val_accuracy; of a loss less is better.
-    """
+    """The first row with the best finite value, the least of a loss; None where no row has one."""
     known = [row for row in rows if row.get(column) is not None and math.isfinite(row[column])]
     sign = -1 if column.endswith("_loss") else 1
     return max(known, key=lambda row: sign * row[column], default=None)
@@ -97,6 +93,11 @@ class Progress:
         """Samples of this epoch that are done."""
         return self.samples - next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
 
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of this epoch's training."""
+        return self.epoch_samples / max(self.train_seconds, 1e-9)
+
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
 
@@ -115,7 +116,7 @@ class Progress:
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
 
     def add_row(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
-        """Add a row; returns the best epoch before, or None if this is not the best.
+        """Add a row; returns what `best` is to become, or None if this is not the best.
 
         Args:
             chosen_by: column of the row that chooses the best epoch. A resumed run with another one
@@ -127,8 +128,7 @@ class Progress:
         self.rows.append(row)
         if best_row([*rivals, row], chosen_by) is not row:
             return None
-        self.best = {"epoch": row["epoch"], "chosen_by": chosen_by}
-        return best
+        return {"epoch": row["epoch"], "chosen_by": chosen_by}
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

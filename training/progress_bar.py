@@ -10,13 +10,7 @@ FORMAT = "{desc} {percentage:3.0f}%|{bar}| {remaining}, {rate_fmt}{postfix}"
 
 
 def progress_bar(title: str, total: int, *, is_main: bool, done: int = 0) -> tqdm:
-    """A bar over samples, which disappears at its end; hidden where stderr is not a terminal.
-
-    Args:
-        total: samples in all.
-        is_main: whether this is rank 0; on other ranks the bar is hidden.
-        done: samples that are behind already.
-    """
+    """A bar over samples that disappears at its end, hidden off a terminal and on other ranks."""
     return tqdm(
         total=total,
         initial=done,

@@ -94,11 +94,7 @@ def has_finite_losses(row: Row) -> bool:
 
 
 def check_last_epoch(rows: Sequence[Row]) -> None:
-    """Check the losses of the last epoch.
-
-    Raises:
-        NonFiniteLoss: one of them is not finite.
-    """
+    """Raise NonFiniteLoss if a loss of the last epoch is not finite."""
     if rows and not has_finite_losses(rows[-1]):
         epoch = f"epoch {rows[-1]['epoch']}"
         if math.isfinite(rows[-1]["train_loss"]):
@@ -107,11 +103,7 @@ def check_last_epoch(rows: Sequence[Row]) -> None:
 
 
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:
-    """Return to the last checkpoint with half the learning rate.
-
-    Raises:
-        NonFiniteLoss: it has been done too often.
-    """
+    """Return to the last checkpoint with half the learning rate; NonFiniteLoss where too often."""
     rollbacks, lr_factor = progress.rollbacks + 1, progress.lr_factor / 2
     where = f"epoch {progress.epoch + 1}, step {progress.step}"
     if rollbacks > MAX_ROLLBACKS:

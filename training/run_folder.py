@@ -149,8 +149,7 @@ def check_overwritten(
     A job whose processes torchrun starts anew goes on with what it wrote before.
 
     Args:
-        out: the run folder, or None for a new one.
-        checkpoint: what the run goes on from, or None.
+        out, checkpoint: as of `open_run_folder`.
         again: some time after it was read, so that its file may have been written anew.
     Raises:
         InputError: the run folder holds another run, or the same run at a later step.

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
-from errors import InputError, discard_stdout, writing
+from errors import discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
 from training.progress import Progress, duration, time_left
@@ -99,11 +99,7 @@ class RunLog:
     # ---------------------------------------------------------------- files
 
     def begin(self, rows: Sequence[Mapping[str, Any]], *, epochs: int = 1) -> None:
-        """Write config.json and the rows that the run has already, once nothing can refuse it.
-
-        Raises:
-            InputError: config.json cannot be written.
-        """
+        """Write config.json and the rows that the run has already, once nothing can refuse it."""
         self.epochs = epochs
         if not self.is_main:
             return
@@ -120,12 +116,7 @@ class RunLog:
     def make_again(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Make the run folder again where it is gone, as on a disk that was unmounted.
 
-        Args:
-            rows: of the epochs so far.
-        Returns:
-            Whether it was gone, and is there again.
-        Raises:
-            InputError: another run has made the folder meanwhile, or another file has its name.
+        Return whether it was gone, and is there again; one that another run has made is refused.
         """
         if self.lock is None or is_locked(self.folder, self.lock):
             return False
@@ -134,11 +125,6 @@ class RunLog:
             self.lock.close()
             self.lock = lock_run_folder(self.folder)
             self._write_config()
-        except (FileExistsError, NotADirectoryError):
-            raise InputError(
-                f"{self.folder}: the run folder is gone, with its files, and something else has "
-                "its name, or that of a folder above; train again with another folder"
-            ) from None
         except OSError:  # of which the file that is to be written there will tell
             return False
         self.write_rows(rows)
@@ -215,12 +201,7 @@ class RunLog:
         self.info(GAP.join(f"{column.show(row):>{column.width}}" for column in columns))
 
     def status(self, bar: tqdm, progress: Progress, totals: StepTotals, *, steps: int) -> None:
-        """Show how far the epoch is on its bar, or in a line where there is none and one is due.
-
-        Args:
-            totals: sums over the epoch's steps by now.
-            steps: of the epoch in all.
-        """
+        """Show how far the epoch of `steps` is on its bar, or in a line if one is due."""
         loss, accuracy = totals.loss / totals.samples, totals.num_correct / totals.samples
         done = progress.epoch + progress.step_in_epoch / steps
         once = progress.compile_seconds
@@ -232,12 +213,12 @@ class RunLog:
         if not bar.disable:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            speed = progress.epoch_samples / max(progress.train_seconds, 1e-9)
             left = time_left(progress.seconds, done=done, epochs=self.epochs)
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "
-                f"accuracy {100 * accuracy:.2f} %, {speed:.0f} samples/s, {left} left"
+                f"accuracy {100 * accuracy:.2f} %, "
+                f"{progress.samples_per_second:.0f} samples/s, {left} left"
             )
 
     def close(self) -> None:

@@ -172,12 +172,9 @@ def fit_temperature(rows: ScoredRows) -> float:
 def worst_rows(rows: ScoredRows, classes: Sequence[str], show: Show) -> list[dict[str, Any]]:
     """Return the rows of the highest loss, whose labels may be wrong, as plain values.
 
-    Args:
-        classes: names.
-        show: of a row; a row that it cannot read is not shown.
     Returns:
         Of each row its number from 1 on, loss, labels and predictions with their probabilities, and
-        what `show` returns.
+        what `show` returns, unless it cannot read the row.
     """
     losses, found = rows.losses(rows.temperature), []
     for number in losses.topk(min(WORST, len(losses))).indices.tolist():

@@ -140,11 +140,7 @@ class ComputeTimer:
 
 
 class TrainClock:
-    """Adds the time of training steps to a run's progress, without evaluating and saving.
-
-    Args:
-        progress: whose `seconds`, `train_seconds` and `compile_seconds` it adds to.
-    """
+    """Adds the seconds of training and of compiling to a run's progress, but none of saving."""
 
     def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
         self.progress, self.compute_timer = progress, compute_timer
@@ -199,21 +195,15 @@ class NoiseMeter:
         self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
 
     def small_square(self, gradients: list[Tensor], *, is_averaged: bool) -> Tensor:
-        """(), the squared norm of the gradient of few samples, which is scaled as the loss was.
+        """(), the squared norm of the gradients after the first micro-batch, scaled as the loss.
 
-        Args:
-            gradients: after the first micro-batch.
-            is_averaged: whether these are averaged over the ranks already, since the micro-batch
-                is the whole step; then the norm is that of this rank's own, from the buckets.
+        If these are averaged over the ranks already, since the micro-batch is the whole step, the
+        norm is that of this rank's own, from the buckets.
         """
         return self.squares.sum() if is_averaged else squared_norm(gradients)
 
     def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
-        """Per-step means over the epoch, or None if no step was measured.
-
-        Returns:
-            The arguments of `NoiseScale.observe`.
-        """
+        """The arguments of `NoiseScale.observe`, per-step means; None if no step was measured."""
         count = (steps - int(totals.skipped)) * self.world.size
         if count <= 0 or not totals.inverse_small:
             return None

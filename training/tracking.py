@@ -79,11 +79,7 @@ TRACKERS = ("none", *LIBRARIES)
 
 
 def check_tracker(name: str) -> None:
-    """Check that the package of a tracker, one of `TRACKERS`, can be imported.
-
-    Raises:
-        InputError: it cannot.
-    """
+    """Raise an InputError if the package of a tracker, one of `TRACKERS`, cannot be imported."""
     if name != "none":
         with needing(name, name):
             importlib.import_module(LIBRARIES[name][0])
@@ -93,10 +89,6 @@ class TrackedRun:
     """Sends the numbers of a run to a tracker; for rank 0.
 
     A tracker that fails does not disturb the run: it is reported once, and gets nothing more.
-
-    Args:
-        name: one of `LIBRARIES`.
-        config: flags, versions, device, commit.
     """
 
     def __init__(

@@ -71,11 +71,8 @@ class TrainState:
         return to_cpu({"model": self.parallel.whole_state()[0], "average": average})
 
     def _rank_state(self, weights: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
-        diverge, timer, meta_learner = (
-            self.parallel.replicas_diverge,
-            self.compute_timer,
-            self.meta_learner,
-        )
+        diverge, timer = self.parallel.replicas_diverge, self.compute_timer
+        meta_learner = self.meta_learner
         own = "" if diverge else OWN_BUFFERS  # every name ends with ""
         return {
             "random": rng_states(self.world.device),
@@ -97,10 +94,7 @@ class TrainState:
         """Load what `state_dict` returned; collective.
 
         The parts of ranks are merged for another number of them, and where replicas diverge no
-        more.
-
-        Raises:
-            InputError: the state does not fit the flags.
+        more. A state that does not fit the flags is refused.
         """
         kind, stored_kind = type(self.parallel.optimizer).__name__, state["optimizer_kind"]
         if kind != stored_kind:  # torch would take another optimizer's state

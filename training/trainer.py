@@ -19,13 +19,13 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backends.cuda_graph import CudaGraphRunner, make_capturable
+from backends.device import peak_memory
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed.averaging import RankAverager, Traffic, average_tensors
@@ -40,7 +40,7 @@ from training import evaluation, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
-from training.epoch_report import epoch_columns, epoch_row, report_result
+from training.epoch_report import report_result
 from training.losses import LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
@@ -124,18 +124,21 @@ class Trainer:
         )
         self.progress = Progress()
         self.num_classes = len(self.metadata["classes"])
-        self.columns = partial(
-            epoch_columns,
-            classes=self.num_classes,
-            is_multilabel=config.is_multilabel,
-            with_auroc=self.early_stop.chosen_by.endswith("_auroc"),
-        )
+        further = ["top5_accuracy"] * (self.num_classes > evaluation.TOP)
+        further = ["map", "micro_f1"] if config.is_multilabel else further
+        of_best = ["auroc"] * self.early_stop.chosen_by.endswith("_auroc")
+        self.metrics = ["loss", "accuracy", "macro_f1", *further, *of_best]
+        self.inference: dict[str, Any] = {
+            "precision": self.precision,
+            "world": world,
+            "batch_size": config.eval_batch_size,
+        }
         self.evaluated: dict[str, evaluation.Evaluation] = {}  # the last evaluation on each set
         self.compute_timer = ComputeTimer(world.device) if config.time_compute else None
         self.clock = TrainClock(self.progress, self.compute_timer)
-        measures_noise = config.measure_noise_scale
-        self.noise_meter = NoiseMeter(self.parallel.parameters, world) if measures_noise else None
-        if self.noise_meter is not None:
+        self.noise_meter: NoiseMeter | None = None
+        if config.measure_noise_scale:
+            self.noise_meter = NoiseMeter(self.parallel.parameters, world)
             self.parallel.observers.append(self.noise_meter.add_bucket)
         if self.compute_timer is not None:
             self.parallel.observers.append(self.compute_timer.gradients_ready)
@@ -168,11 +171,8 @@ class Trainer:
     # ---------------------------------------------------------------- the run
 
     def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train until the run is over.
+        """Train until the run is over; a checkpoint to go on from has no state afterwards.
 
-        Args:
-            checkpoint: what to go on from, as `training.checkpoint.load` returns it; its state is
-                empty afterwards.
         Raises:
             Interrupted: a stop signal came, and last.pt was written.
             NonFiniteLoss: the loss stayed non-finite.
@@ -242,11 +242,7 @@ class Trainer:
         self.parallel.wrap(accumulates=any(several))
 
     def report(self) -> None:
-        """Print the result of the run, and write result.json for its report (rank 0).
-
-        Raises:
-            InputError: the last checkpoint could not be written.
-        """
+        """Print the result of the run as `report_result` does, and raise what it raises."""
         report_result(
             self.progress,
             self.world,
@@ -392,10 +388,7 @@ class Trainer:
     ) -> StepSums:
         """Gradients of weight x the mean loss, micro-batch by micro-batch; returns the sums.
 
-        Args:
-            model: wrapped for data parallelism, or not.
-            inputs, labels, weight: as of `train_step`.
-            num_micro_batches: None is as many as this rank's share needs.
+        The batch is as of `train_step`, and has as many micro-batches as it needs by default.
         """
         sums = StepSums(labels.device)
         micro_batches = self.micro_batches.split(inputs, labels, number=num_micro_batches)
@@ -482,8 +475,15 @@ class Trainer:
         progress = self.progress
         totals = self.sums.totals(self.world)
         self.checkpointer.renew_folder()
+        number, every = progress.epoch + 1, max(1, self.config.eval_every)
         try:
-            evaluated = self.evaluate_if_due()
+            with self.clock.evaluating():
+                # after each epoch, so that evaluating changes no training
+                self.parallel.sync_replicas(self.statistics())
+                if number % every == 0 or number == self.config.epochs:
+                    evaluated = self.evaluate(number)
+                else:
+                    evaluated = self.columns(dict.fromkeys(self.eval_sets))
         except InputError:  # a broken file of the evaluation set costs no epoch
             if not self.parallel.passes_communicate and not self.may_have_diverged(totals):
                 self.checkpointer.save()
@@ -492,26 +492,13 @@ class Trainer:
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
             before = self.meta_learner.meta.wrong
-            learned = self.meta_learner.end_epoch(
-                self.model,
-                precision=self.precision,
-                world=self.world,
-                batch_size=self.config.eval_batch_size,
-            )
-            if progress.epoch + 1 == self.meta_learner.until < self.config.epochs:
+            learned = self.meta_learner.end_epoch(self.model, **self.inference)
+            if number == self.meta_learner.until < self.config.epochs:
                 self.log.info(self.meta_learner.describe_end())
             if self.graph is not None and self.meta_learner.meta.wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
-        row = epoch_row(
-            progress,
-            totals,
-            self.world,
-            epoch=progress.epoch + 1,
-            lr=self.last_lr(),
-            batch_size=self.batches.size,
-            evaluated=evaluated,
-        )
+        row = self.row(number, totals, evaluated)
         row |= learned | self.parallel.epoch_metrics()
         if self.parallel.passes_communicate:  # torch does not say what it sends
             del row["comm_bytes"], row["wire_bytes"]
@@ -520,7 +507,7 @@ class Trainer:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
             self.log.info(
                 f"warning: {row['skipped_steps']} of {progress.step_in_epoch} steps of epoch "
-                f"{row['epoch']} were skipped, since a gradient was not finite{why}"
+                f"{number} were skipped, since a gradient was not finite{why}"
             )
         meter, timer = self.noise_meter, self.compute_timer
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
@@ -530,16 +517,44 @@ class Trainer:
             compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
-        previous_best = progress.add_row(row, self.early_stop.chosen_by)
+        best = progress.add_row(row, self.early_stop.chosen_by)
         progress.end_epoch()
         self.world.traffic = Traffic()
         self.sums.start_epoch()
         has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
         if has_trained and (not self.may_have_diverged(totals) or self.is_over()):
-            self.checkpointer.save(previous_best=previous_best)
-        elif previous_best is not None:  # the epoch is done anew after a return
-            progress.best = previous_best
+            self.checkpointer.save(best=best)  # else the epoch is done anew after a return
         self.log.epoch(progress.rows)
+
+    def row(
+        self, epoch: float, totals: StepTotals, evaluated: Mapping[str, float | None]
+    ) -> dict[str, Any]:
+        """A row of metrics.jsonl; of an epoch in which all steps were skipped the loss is nan."""
+        progress, samples, world = self.progress, totals.samples, self.world
+        row = {
+            "epoch": epoch,
+            "step": progress.step,
+            "samples": progress.samples,
+            "seconds": round(progress.seconds, 4),
+            "train_seconds": round(progress.train_seconds, 4),
+            "compile_seconds": round(progress.compile_seconds, 4),
+            "eval_seconds": round(progress.eval_seconds, 4),
+            "samples_per_second": round(progress.samples_per_second, 2),
+            "train_loss": totals.loss / samples if samples else math.nan,
+            "train_accuracy": totals.num_correct / samples if samples else math.nan,
+        }
+        if totals.mix_weight:
+            row["mean_lambda"] = totals.mix_weight / samples
+        return row | {
+            **evaluated,
+            "lr": self.last_lr(),
+            "batch_size": self.batches.size,
+            "world_size": world.size,
+            "devices": world.devices,
+            "peak_memory_bytes": peak_memory(world.device),
+            "comm_bytes": world.traffic.payload,
+            "wire_bytes": round(world.traffic.wire),
+        }
 
     def evaluations_within_epoch(self) -> set[int]:
         """After which steps of this epoch, but for its last, there is an evaluation."""
@@ -560,39 +575,19 @@ class Trainer:
                 average_tensors(own, RankAverager())
                 epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
                 evaluated = self.evaluate(epoch)
-            row = epoch_row(
-                progress,
-                totals,
-                world,
-                epoch=epoch,
-                lr=self.last_lr(),
-                batch_size=self.batches.size,
-                evaluated=evaluated,
-            )
-            previous_best = progress.add_row(row, self.early_stop.chosen_by)
-            if previous_best is not None and self.may_have_diverged(totals):
-                progress.best, previous_best = previous_best, None
-            is_saved = previous_best is not None or self.is_over()
+            row = self.row(epoch, totals, evaluated)
+            best = progress.add_row(row, self.early_stop.chosen_by)
+            if self.may_have_diverged(totals):
+                best = None
+            is_saved = best is not None or self.is_over()
             shown = self.parts.shown_state() if is_saved else None
             for each, value in zip(own, kept):
                 each.copy_(value)
         self.model.train()
         if is_saved:
-            self.checkpointer.save(previous_best=previous_best, shown=shown)
+            self.checkpointer.save(best=best, shown=shown)
         self.log.epoch(progress.rows)
         self.clock.start()
-
-    def evaluate_if_due(self) -> dict[str, float | None]:
-        """`evaluate` after every `eval_every`-th epoch and the last one, else columns of None."""
-        number = self.progress.epoch + 1
-        with self.clock.evaluating():
-            self.parallel.sync_replicas(
-                self.statistics()
-            )  # after each epoch, so that evaluating changes no training
-            every = max(1, self.config.eval_every)
-            if number % every == 0 or number == self.config.epochs:
-                return self.evaluate(number)
-            return self.columns(dict.fromkeys(self.eval_sets))
 
     def evaluate(self, epoch: float) -> dict[str, float | None]:
         """The metrics on each evaluation set, after the ranks' weights have been made the same.
@@ -616,27 +611,31 @@ class Trainer:
             columns |= {"views": views, **self.columns(evaluated, suffix="_views")}
         return columns
 
+    def columns(
+        self, evaluated: Mapping[str, evaluation.Evaluation | None], suffix: str = ""
+    ) -> dict[str, float | None]:
+        """The metrics on each set by their names in metrics.jsonl; None of one not evaluated."""
+        return {
+            f"{name}_{metric}{suffix}": None if result is None else getattr(result, metric)
+            for name, result in evaluated.items()
+            for metric in self.metrics
+        }
+
     def evaluate_on_sets(self, model: nn.Module) -> dict[str, evaluation.Evaluation]:
         return {
             name: evaluation.evaluate(
                 model,
                 data,
-                precision=self.precision,
-                world=self.world,
-                batch_size=self.config.eval_batch_size,
-                count_classes=self.num_classes,
+                num_classes=self.num_classes,
                 is_multilabel=self.config.is_multilabel,
                 title=f"evaluating on the {evaluation.EVAL_SET_NAMES[name]} set",
+                **self.inference,
             )
             for name, data in self.eval_sets.items()
         }
 
     def log_progress(self, bar: Any) -> None:
-        """Show the sums so far, and stop a series of non-finite steps.
-
-        Raises:
-            Diverged: too many steps in a row were not finite, on all ranks.
-        """
+        """Show the sums so far; raise Diverged after too many non-finite steps on all ranks."""
         totals = self.sums.read()
         self.has_diverged = totals.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
         if self.has_diverged and not self.parallel.skips_apart:
@@ -661,11 +660,7 @@ class Trainer:
         return [each.clone() for each in self.statistics()]
 
     def guard_statistics(self, num_skipped: int) -> None:
-        """Undo what skipped steps did to statistics: those that are not finite become older ones.
-
-        Args:
-            num_skipped: steps of the epoch that were skipped by now.
-        """
+        """Give statistics that skipped steps of the epoch have left not finite older values."""
         if num_skipped > self.num_skipped:
             for each, sound in zip(self.statistics(), self.sound_statistics):
                 each.copy_(torch.where(each.isfinite(), each, sound))
@@ -698,11 +693,7 @@ class Trainer:
         self.has_diverged = False
 
     def interrupt(self) -> None:
-        """Write last.pt and leave.
-
-        Raises:
-            Interrupted: always.
-        """
+        """Write last.pt and raise Interrupted."""
         self.guard_statistics(int(self.sums.read().skipped))
         self.checkpointer.save()
         epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch

@@ -29,11 +29,8 @@ class WeightAverage:
     """torch's AveragedModel with a decay that rises from 0, and without its waiting for the GPU.
 
     Args:
-        model: whose weights are averaged; a copy of it is made.
+        model: whose weights are averaged; the attribute `model` is a copy with the averages.
         decay: the weight of the average in the next one, in the long run.
-
-    Attributes:
-        model: the model with the averaged weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -106,7 +106,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full) -> None:
 
 def accuracies_of(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Let the evaluations of a run give these accuracies."""
-    given = [evaluation.Evaluation(1.0, accuracy, 1.0) for accuracy in accuracies]
+    given = [evaluation.Evaluation(1.0, accuracy, 1.0, torch.ones(3, 2)) for accuracy in accuracies]
     monkeypatch.setattr(evaluation, "evaluate", mock.Mock(side_effect=given))
 
 

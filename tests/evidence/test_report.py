@@ -209,7 +209,7 @@ def check_confusion(world: World) -> None:
     logits[:, 7] = -9.0  # neither a label nor predicted
     labels = Labelled([int(row.argsort()[7 - n % 7]) for n, row in enumerate(logits)])
     result, of_many = (
-        evaluate(nn.Embedding.from_pretrained(each), labels, count_classes=len(each.T), **settings)
+        evaluate(nn.Embedding.from_pretrained(each), labels, num_classes=len(each.T), **settings)
         for each in (logits, F.pad(logits, (0, MAX_CONFUSED_CLASSES), value=-9.0))
     )
     guesses = logits.argmax(1)
