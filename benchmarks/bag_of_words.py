@@ -32,6 +32,7 @@ from input_pipeline.sampler import held_out_rows, stratified_rows
 HELD_OUT = 0.1
 RUNS = {  # logs of the Transformer by rows of AG News, each with the group and name of its runs
     1_500: [("texts_by_rows", "rows1500")],
+    3_000: [("texts_by_rows", "rows3000")],
     9_600: [("texts_by_rows", "rows9600")],
     12_000: [("defaults_agnews12k", "default-prior-4"), ("optimizers_agnews12k", "adamw")],
 }

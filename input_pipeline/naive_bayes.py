@@ -14,6 +14,7 @@ from input_pipeline.text_batches import TextDataset
 from input_pipeline.tokenization import SPECIAL_TOKENS
 
 CHUNK_ROWS = 200  # whose tokens are counted at once
+FEW_ROWS, FEW_ROWS_FACTOR = 4000, 2.5  # up to which the scores count more
 MOST_SCORES = 2 * 10**7  # tokens times classes, which each batch looks up and each checkpoint holds
 
 
@@ -47,7 +48,7 @@ def naive_bayes_scores(
     others = log_probabilities.mean(1, keepdim=True)
     if is_multilabel:
         others = ((of_all - counts + 1) / (of_all - counts + 1).sum(0)).log()
-    scores = (log_probabilities - others) * rarity
+    scores = (log_probabilities - others) * rarity * (FEW_ROWS_FACTOR if rows <= FEW_ROWS else 1)
     scores[: len(SPECIAL_TOKENS)] = 0
     return scores.float()
 

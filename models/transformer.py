@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from models.residual import ResidualBlock
 
 PAD, UNKNOWN, CLS = 0, 1, 2  # ids of the special tokens
-PRIOR_WEIGHT = 0.25  # initial weight of the bag of words in the logits
+PRIOR_WEIGHT = 0.1  # initial weight of the bag of words in the logits
 
 
 class Attention(nn.Module):
