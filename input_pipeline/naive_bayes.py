@@ -27,7 +27,8 @@ def naive_bayes_scores(
 
     p(t | c) is proportional to one plus the number of rows of class c that contain t (multinomial
     naive Bayes on binary counts with add-one smoothing). df(t) is the number of rows of all classes
-    that contain t. Where rows may have several labels, the mean over c is the log p(t | not c).
+    that contain t. Up to `FEW_ROWS` rows it counts `FEW_ROWS_FACTOR` times. Where rows may have
+    several labels, the mean over c is the log p(t | not c).
 
     Args:
         without: rows of the split that are not to count.

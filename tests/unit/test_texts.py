@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from conftest import each_of
 from errors import InputError
-from input_pipeline import text_datasets
+from input_pipeline import naive_bayes, text_datasets
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset, encode_texts
 from input_pipeline.text_datasets import TextSplit, clean_text, read_text_splits
@@ -143,12 +143,15 @@ def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path):
         text_datasets.read_lines(path)
 
 
-def test_naive_bayes_scores_equal_those_of_sklearn():
+def test_naive_bayes_scores_equal_those_of_sklearn(monkeypatch):
     rows = TextSplit([0, 0, 1], ["oil oil price", "oil", "cup price"])
     tokenizer = train_tokenizer(rows.texts, "wordpiece", vocab_size=400)
     size = tokenizer.get_vocab_size()
     data = TextDataset(rows, tokenizer, max_len=16).to(CPU)
+    few = naive_bayes_scores(data, size, classes=2)
+    monkeypatch.setattr(naive_bayes, "FEW_ROWS", 2)
     scores = naive_bayes_scores(data, size, classes=2)
+    torch.testing.assert_close(few, naive_bayes.FEW_ROWS_FACTOR * scores)
     ids = [tokenizer.encode(text).ids for text in rows.texts]
     has_token = np.array([[token in row for token in range(size)] for row in ids])
     logs = MultinomialNB().fit(has_token, rows.labels).feature_log_prob_
