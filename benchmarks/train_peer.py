@@ -2,12 +2,11 @@
 
 python -m benchmarks.train_peer soap resnet50_test.py --optimizer adamw --lr 3e-3 --out runs/soap
 
-The flags are the script's own: --lr, --betas, --momentum and --weight_decay reach
-the peer, which takes the place of the AdamW or Muon that they name.
+The flags are the script's own: --lr, --betas, --momentum and --weight_decay reach the peer, which
+takes the place of the AdamW or Muon that they name. dion is github.com/microsoft/dion.
 config.json names the peer and its version. An interrupted run goes on with --resume.
 """
 
-import argparse
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,33 +22,31 @@ from torch import Tensor, nn
 
 from benchmarks.trainers import SCRIPTS, Opened, open_script
 from cli import options
+from cli.settings import Settings
 from distributed.world import TimeLimits, World, init_world
 from errors import InputError, exit_code, needing
 from optimizers.muon import as_matrix
 from optimizers.param_groups import decay_groups, is_matrix, ngd_groups
-
-Settings = Mapping[str, Any]
-"""A script's flags."""
 
 
 def create_soap(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """SOAP (arXiv:2409.11321) of pytorch_optimizer, with the library's other settings."""
     from pytorch_optimizer import SOAP
 
-    groups = decay_groups(model, settings["weight_decay"])
-    return SOAP(groups, lr=settings["lr"], betas=tuple(settings["betas"]))  # type: ignore
+    groups = decay_groups(model, settings.weight_decay)
+    return SOAP(groups, lr=settings.lr, betas=tuple(settings.betas))  # type: ignore
 
 
 def create_kron(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """PSGD Kron (arXiv:1512.04202) of pytorch_optimizer, its longer axis under a diagonal."""
     from pytorch_optimizer import Kron
 
-    groups = decay_groups(model, settings["weight_decay"])
+    groups = decay_groups(model, settings.weight_decay)
     for group in groups:  # the library's einsum of four axes takes minutes
         group["params"] = matrices_of(group["params"])
-    momentum = settings["betas"][0]
+    momentum = settings.betas[0]
     return copying_gradients(
-        Kron(groups, lr=settings["lr"], momentum=momentum, memory_save_mode="one_diag"), groups
+        Kron(groups, lr=settings.lr, momentum=momentum, memory_save_mode="one_diag"), groups
     )
 
 
@@ -60,8 +57,8 @@ def create_schedule_free(model: nn.Module, settings: Settings) -> torch.optim.Op
     """
     from schedulefree import AdamWScheduleFree
 
-    groups = decay_groups(model, settings["weight_decay"])
-    optimizer = AdamWScheduleFree(groups, lr=settings["lr"], betas=tuple(settings["betas"]))
+    groups = decay_groups(model, settings.weight_decay)
+    optimizer = AdamWScheduleFree(groups, lr=settings.lr, betas=tuple(settings.betas))
     batches: deque[Any] = deque(maxlen=RECALIBRATION_BATCHES)
     norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
 
@@ -90,18 +87,19 @@ def create_schedule_free(model: nn.Module, settings: Settings) -> torch.optim.Op
 def create_of_dion(name: str, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """An optimizer of Microsoft's dion for matrices, and its AdamW for the rest, as in `Muon`.
 
-    Its steps are sqrt(m / n) long for m outputs and n inputs; here no shorter than `Muon`'s.
+    The library makes a step of m outputs and n inputs sqrt(m / n) long. `lr_scale` makes it
+    as long as that of `Muon`, sqrt(max(1, m / n)), so that both search the same rates.
     """
     import dion
 
     own = {
-        "Dion": {"mu": settings["momentum"], "rank_fraction": 0.5},  # arXiv:2504.05295
-        "Dion2": {"ef_decay": settings["momentum"]},  # arXiv:2512.16928
-        "NorMuon": {"mu": settings["momentum"], "nesterov": True},  # arXiv:2510.05491
+        "Dion": {"mu": settings.momentum, "rank_fraction": 0.5},  # arXiv:2504.05295
+        "Dion2": {"ef_decay": settings.momentum},  # arXiv:2512.16928
+        "NorMuon": {"mu": settings.momentum, "nesterov": True},  # arXiv:2510.05491
     }[name]
-    ratio = settings["opt_args"].get("adamw_ratio", 0.075)
+    ratio = settings.opt_args.get("adamw_ratio", 0.075)
     groups: list[dict[str, Any]] = []
-    for group in ngd_groups(model, settings["weight_decay"]):
+    for group in ngd_groups(model, settings.weight_decay):
         decay = group["weight_decay"]
         for p in group["params"]:
             [weight] = matrices_of([p])
@@ -112,7 +110,7 @@ def create_of_dion(name: str, model: nn.Module, settings: Settings) -> torch.opt
                 one |= {"algorithm": "adamw", "lr_scale": ratio, "epsilon": 1e-8}
             groups.append(one)
     make = getattr(dion, name)
-    optimizer = make(groups, lr=settings["lr"], betas=tuple(settings["betas"]), **own)
+    optimizer = make(groups, lr=settings.lr, betas=tuple(settings.betas), **own)
 
     def scale_rates(sign: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -157,7 +155,7 @@ class Peer:
 
     package: str  # that has it
     stands_for: str  # the value of --optimizer whose flags, defaults and groups it takes
-    create: Callable[[nn.Module, Settings], torch.optim.Optimizer]
+    create: Callable[..., torch.optim.Optimizer]  # called as create(model, settings=...)
 
 
 # Flags that only the script's main or its optimizers read.
@@ -183,20 +181,15 @@ class PeerRun:
     peer: str
     script: ModuleType
     flags: Sequence[str]
-    args: argparse.Namespace
+    settings: Settings
 
     def open(self, world: World) -> Opened:
         """Create the trainer of the peer, with its model and data."""
         peer = PEERS[self.peer]
         with needing(self.peer, peer.package):
             import_module(peer.package)
-        flags = vars(self.args)
-        opened = open_script(
-            self.script,
-            self.flags,
-            world,
-            create_optimizer=lambda model: peer.create(model, flags),
-        )
+        create = partial(peer.create, settings=self.settings)
+        opened = open_script(self.script, self.flags, world, create_optimizer=create)
         opened.trainer.log.config["peer"] = f"{self.peer}, {peer.package} {version(peer.package)}"
         return opened
 
@@ -215,23 +208,23 @@ def parse(arguments: Sequence[str]) -> PeerRun:
     for word in words:
         flags.remove(word)
     peer, script = words[0], FILES[words[1]]
-    args, _ = options.parse(script.parser(), script.SCRIPT, flags)
+    settings, _ = options.parse(script.parser(), script.SCRIPT, flags)
     usual = script.parser().defaults()
     for name in REFUSED:
-        if getattr(args, name) != usual[name]:
+        if getattr(settings, name) != usual[name]:
             raise InputError(f"{peer}: --{name} is for the script alone; leave it out")
     stands_for = PEERS[peer].stands_for
-    if args.optimizer != stands_for:
+    if settings.optimizer != stands_for:
         raise InputError(
             f"{peer}: add --optimizer {stands_for}, whose defaults and groups it takes"
         )
-    return PeerRun(peer, script, flags, args)
+    return PeerRun(peer, script, flags, settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     run = parse(sys.argv[1:] if arguments is None else arguments)
-    with init_world(run.args.device, TimeLimits(*run.args.timeout)) as world:
+    with init_world(run.settings.device, TimeLimits(*run.settings.timeout)) as world:
         opened = run.open(world)
         opened.trainer.fit(opened.checkpoint)
         opened.trainer.report()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from errors import InputError
 
 BINS = 15  # of probabilities, whose rows are compared with how often they are right
-MOST_FITTED = 10_000  # rows that a temperature is fitted to
+MOST_FITTED = 1_000_000  # logits that a temperature is fitted to, which takes a second
 MAX_CLASSES = 1000  # of an evaluation that keeps the logits of its rows
 MAX_LOGITS = 10_000_000  # of one: 40 MB, which the ranks add up
 TOO_MANY = "AUROC and calibration are left out beyond 1,000 classes or 10 million logits"
@@ -131,7 +131,7 @@ class ScoredRows:
 
 
 def keeps_logits(rows: int, classes: int) -> bool:
-    """Return whether an evaluation of so many rows and classes keeps the logits of each row."""
+    """Return whether an evaluation of this many rows and classes keeps the logits of each row."""
     return classes <= MAX_CLASSES and rows * classes <= MAX_LOGITS
 
 
@@ -150,11 +150,11 @@ def fit_temperature(rows: ScoredRows) -> float:
     where a few rows are all right.
 
     Args:
-        rows: that the model was not trained on; 10,000 of them at most are used.
+        rows: that the model was not trained on; of more than a million logits a part is used.
     """
     if not rows.logits.isfinite().all():
         return 1.0
-    every = -(-len(rows.logits) // MOST_FITTED)
+    every = -(-rows.logits.numel() // MOST_FITTED)
     some = replace(rows, logits=rows.logits[::every], targets=rows.targets[::every])
     log = torch.zeros((), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([log], max_iter=50, line_search_fn="strong_wolfe")

@@ -1,5 +1,6 @@
 """The rounds of a benchmark follow the speed of the machine; bad input is one line."""
 
+import copy
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import errors
 from benchmarks import bench, fine_tune, train_peer
@@ -65,6 +67,26 @@ def test_seconds_of_fine_tuning_are_to_the_mean_accuracy_of_the_peer(tmp_path):
     args = bench.parser(None).parse_args(["--json", str(tmp_path / "a.json")])
     assert bench.finish(args, [bench.Bar("a", never, 0.6, at_most=True)], machine="m") == 1
     assert json.loads((tmp_path / "a.json").read_text())["bars"][0]["measured"] is None
+
+
+def test_a_peer_of_matrices_trains_the_weights_of_the_model():
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4, 2)]
+    model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    groups = [{"params": train_peer.matrices_of(list(model.parameters()))}]
+    assert [p.ndim for p in groups[0]["params"]] == [2, 1, 2, 1]
+    theirs = train_peer.copying_gradients(torch.optim.SGD(groups, lr=0.1), groups)
+    usual = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        for images in torch.randn(2, 5, 2, 3, 3):  # gradients add up over two parts
+            for each in (model, plain):
+                each(images).square().sum().backward()
+        for optimizer in (theirs, usual):
+            optimizer.step()
+            optimizer.zero_grad()
+    for own, other in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(own, other)
 
 
 def test_a_peer_refuses_what_it_would_ignore():

@@ -50,7 +50,7 @@ def flags_of(run: experiments.PlannedRun, logs: Path):
     for name in PEERS.keys() & set(arguments):  # which are no scripts of ours
         return PEERS[name].parser().parse_args(arguments[arguments.index(name) + 1 :])
     if "benchmarks.train_peer" in arguments:
-        return train_peer.parse(arguments[arguments.index("benchmarks.train_peer") + 1 :]).args
+        return train_peer.parse(arguments[arguments.index("benchmarks.train_peer") + 1 :]).settings
     name = next(argument for argument in arguments if argument in SCRIPTS)
     script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]
