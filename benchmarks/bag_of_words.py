@@ -6,8 +6,8 @@ The peers are scikit-learn's logistic regression on TF-IDF features, and naive B
 text has a word, both trained on the same rows as committed runs of the Transformer, cleaned in the
 same way. Lengths of word sequences, how rare a word may be, and the strength of regularisation are
 searched for each number of rows by five-fold cross-validation within the first draw; the best
-setting then trains on all rows of each draw, and the test set is looked at once. Bars compare the mean accuracy
-of the Transformer with theirs.
+setting then trains on all rows of each draw, and the test set is looked at once. Bars compare the
+mean accuracy of the Transformer with theirs.
 """
 
 import statistics
