@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from errors import InputError, in_one_line, needing
 from input_pipeline.own_data import list_names
 from models.pretrained import SavedModel, classifier_names, describe_rows, matching_rows
-from models.transformer import mix_rows
+from models.transformer import Dropout, mix_rows
 
 HF = "hf:"  # in front of the name of a model on the hub, or of a folder
 
@@ -79,6 +79,10 @@ class Encoder(nn.Module):
             if child is not self.model.base_model:  # the classifier last, as most models have it
                 delattr(self.model, name)
                 self.model.add_module(name, child)
+        for parent in list(self.model.modules()):
+            for name, child in parent.named_children():
+                if type(child) is nn.Dropout:  # which takes a seventh of a step on a CPU
+                    setattr(parent, name, Dropout(child.p))
 
     def checkpoint_activations(self) -> int:
         """Store only the inputs of layers; returns how many, 0 where the encoder cannot."""
