@@ -51,6 +51,7 @@ from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
 from training.export import Calibrated, export
 from training.losses import BinaryCrossEntropy, CrossEntropy, LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
+from training.model_card import write_model_card
 from training.predictions import Sample
 from training.progress import EarlyStop
 from training.run_folder import open_run_folder
@@ -519,7 +520,9 @@ def trained_classifier(
 
 
 def export_model(settings: Settings, run: Run, file: str) -> None:
-    """--export: write the model to a file."""
+    """--export: write the model to a file, and a model card beside it."""
+    checkpoint = run.checkpoint
+    assert checkpoint is not None
     found = trained_classifier(settings, run)
     card, model, example = found.card, found.model, found.card.example()
     if card.temperature != 1 and not file.endswith(".safetensors"):  # a program: it divides
@@ -527,6 +530,7 @@ def export_model(settings: Settings, run: Run, file: str) -> None:
     how = {**card.export_settings(), "probabilities": card.probabilities}
     with refused_as(f"--export {file}"):
         export(model, example, Path(file), **how)
+    write_model_card(Path(file), checkpoint, found.card)
 
 
 def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:

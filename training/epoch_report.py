@@ -131,17 +131,26 @@ def report_result(
         f"device-hours; run folder {log.folder}",
         flush=True,
     )
-    known = dict(baseline or {})
-    eval_set = known.pop("eval_set", "")
-    reached = last.get(f"{eval_set}_{known.get('metric', 'accuracy')}")
-    if reached is not None:
-        print(f"last.pt: {Baseline(**known).verdict(reached)}", flush=True)
+    if verdict := against_baseline(baseline, rows):
+        print(f"last.pt: {verdict}", flush=True)
     if not is_saved:
         raise InputError(
             f"{log.folder}/last.pt could not be written at the end of the run (see the warnings "
             "above); make room, or a folder that can be written, and train again or go on with "
             "--resume"
         )
+
+
+def against_baseline(baseline: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the last row of metrics.jsonl compares with a simple model; '' where that is not known.
+
+    Args:
+        baseline: what that model reached: the fields of a `Baseline`, and `eval_set`.
+    """
+    known = dict(baseline or {})
+    eval_set = known.pop("eval_set", "")
+    reached = rows[-1].get(f"{eval_set}_{known.get('metric', 'accuracy')}") if rows else None
+    return "" if reached is None else Baseline(**known).verdict(reached)
 
 
 def final_result(

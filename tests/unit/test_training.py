@@ -234,10 +234,17 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
 
 def exported_metadata(script) -> dict:
     """Export the run in each format and assert that all of them say the same of it."""
+    card = Path("model.pt2.md")
+    card.write_text("# old\n\n## From who publishes it\n\nFor birds alone.\n")
     for name in ("model.onnx", "model.pt2", "model.safetensors"):
         assert "same probabilities" in run(script, "--resume run --export", name)
         assert Path(name).stat().st_size > 100_000
         assert Path(name).stat().st_mode == Path("run/config.json").stat().st_mode
+    content, row = torch.load("run/last.pt", weights_only=True), card.read_text().splitlines()
+    reached = 100 * content["progress"]["rows"][-1]["test_accuracy"]
+    for said in (f"test accuracy {reached:.2f} %", f"{', '.join(content['classes'])} |"):
+        assert said in card.read_text()
+    assert [row[0], row[-1]] == ["# model.pt2", "For birds alone."], "what was added stays"
     with mock.patch.object(Path, "write_bytes", side_effect=OSError(28, "No space left on device")):
         line = run(script, "--resume run --export model.pt2", code=2).splitlines()[-1]
     assert "model.pt2: cannot be written (No space left on device)" in line, "the old one stays"

@@ -1,0 +1,74 @@
+"""The card beside an exported file: what the model is, what it reached, and what nobody checked.
+
+write_model_card(Path("model.pt2"), checkpoint, card)      # model.pt2.md
+"""
+
+from pathlib import Path
+
+from errors import writing
+from training.card import Card
+from training.checkpoint import Checkpoint
+from training.epoch_report import against_baseline, describe_progress, how_chosen
+
+LIMITS = """\
+## Limits
+
+- The accuracy is that on rows like those it was measured on; no other data was tried.
+- An input that belongs to no class gets one all the same.
+- Nobody has checked the training data for rights, privacy or bias.
+"""
+OWN = "## From who publishes it"  # a section that stays when the card is written anew
+TO_BE_ADDED = """
+
+- what it may be used for, and what not:
+- where the training data comes from, and its licence:
+- licence of this model:
+"""
+
+
+def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
+    """Write a card in Markdown beside an exported file, and print its name.
+
+    Args:
+        file: the exported one.
+        checkpoint: what was exported.
+        card: of its model.
+    Raises:
+        InputError: the card cannot be written.
+    """
+    path = file.with_name(f"{file.name}.md")
+    with writing(str(path), "file"):
+        former = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        added = former.partition(OWN)[2] or TO_BE_ADDED
+        lines = [f"# {file.name}", "", *_table(checkpoint, card), "", LIMITS, OWN + added]
+        path.write_text("\n".join(lines), encoding="utf-8")
+    print(f"{path}: a model card; its last section is yours to write")
+
+
+def _table(checkpoint: Checkpoint, card: Card) -> list[str]:
+    """The facts that the checkpoint holds, as a table in Markdown."""
+    progress, flags, data = checkpoint.progress, checkpoint.flags, checkpoint.metadata
+    source, made, said = checkpoint.file.name, data["segments"][-1], card.described()
+    reached = f"{describe_progress(progress)} ({source}"
+    if source == "best.pt":
+        reached += f", {how_chosen(progress['rows'], chosen_by=progress['best']['chosen_by'])}"
+    rows = [f"{split['rows']:,} {name}" for name, split in checkpoint.splits.items()]
+    weights = f", from weights of {flags['weights']}" if flags.get("weights") else ""
+    facts = {
+        "network": f"{card.arch}{weights}",
+        "classes": ", ".join(card.classes),
+        "input": card.export_settings()["metadata"]["input"],
+        "output": said.get("output", "logits; their softmax is the probability of each class"),
+        "data": f"{flags['dataset']}: {', '.join(rows)} rows",
+        "reached": f"{reached})",
+        "beside": against_baseline(data.get("baseline"), progress["rows"]),
+        "training": f"{flags['optimizer']} at {flags['lr']:g}, seed {flags['seed']}, on "
+        f"{made['device']}, {made['precision']}",
+        "code": f"{data['script']}.py, commit {made['commit']}, torch {made['torch']}",
+    }
+    cells = {name: " ".join(fact.split()).replace("|", "&#124;") for name, fact in facts.items()}
+    return [
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {cell} |" for name, cell in cells.items() if cell),
+    ]
