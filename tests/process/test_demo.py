@@ -11,6 +11,8 @@ import pytest
 import ranks
 import resnet50_test
 import transformer_test
+import tuning.compare
+import tuning.race
 from cli import options
 from conftest import run
 
@@ -46,16 +48,19 @@ def parsed(words: list[str]) -> dict:
     return vars(options.parse(script.parser(), script.SCRIPT, words[number + 1 :])[0])
 
 
-def test_the_demo_compares_optimizers_alone_and_reports_its_runs(folder, monkeypatch):
+def test_the_demo_kills_one_of_two_equal_runs_and_races(folder, monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "DATA_DIR": str(folder)})
-    trained = [call for call in calls(folder) if call[0] in SCRIPTS]
-    assert [call[0] for call in trained] == 3 * ["resnet50_test.py"] + ["transformer_test.py"]
-    flags = {Path(each["out"]).name: each for each in map(parsed, trained)}
+    outs = [call for call in calls(folder) if call[0] in SCRIPTS and "--out" in call]
+    flags = {Path(each["out"]).name: each for each in map(parsed, outs)}
+    assert list(flags) == ["whole", "killed", "headlines"]
     assert {Path(each["out"]).parent for each in flags.values()} == {folder / "my runs"}
-    different = {key for key, value in flags["sgd"].items() if value != flags["ngd"][key]}
-    assert different == {"optimizer", "opt_args", "out"}
-    reported = [call[2:-2] for call in calls(folder) if "figures.report" in call]
-    assert sum(reported, []) == [each["out"] for each in flags.values()]
+    assert flags["whole"] | {"out": ""} == flags["killed"] | {"out": ""}
+    assert ["resnet50_test.py", "--resume", str(folder / "my runs" / "killed")] in calls(folder)
+    (race,) = (call[2:] for call in calls(folder) if "tuning.compare" in call)
+    configs = []
+    monkeypatch.setattr(tuning.race, "run_race", configs.append)
+    tuning.compare.main(race)
+    assert [arm.name for arm in configs[0].arms] == ["sgd", "ngd"]
 
 
 def test_the_headlines_are_learned_epoch_by_epoch(folder, here):
