@@ -110,7 +110,8 @@ def parse(
             run_folder.check_overwritten(settings.out, found)
         for line in parser.unused(given, flags):
             print_once(f"warning: {line}")
-        if settings.lr_schedule != "constant" and create_lr_schedule(settings).is_constant():
+        may_change = settings.epochs and settings.lr_schedule != "constant"
+        if may_change and create_lr_schedule(settings).is_constant():
             how_long = f"in the {settings.epochs} epochs of this run"
             print_once(f"warning: --lr_schedule {settings.lr_schedule} changes no rate {how_long}")
     return settings, found
@@ -192,7 +193,7 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
     if lr is None:
         raise InputError(f"--optimizer {name}: has no default rate; give --lr")
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
-    warmup = 0.0 if rises_by_itself else min(WARMUP_SHARE * chosen["epochs"], LONGEST_WARMUP)
+    warmup = 0.0 if rises_by_itself else usual_warmup(chosen["epochs"])
     if begins_with_weights(chosen):
         lr = parser.kind.pretrained_lr.get(name, lr / 10) * (LORA_RATE if chosen["lora"] else 1)
     return {
@@ -204,6 +205,11 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
         "val_fraction": 0.0,
         "best_by": "map" if chosen["label_separator"] else "accuracy",
     }
+
+
+def usual_warmup(epochs: int) -> float | None:
+    """The default of --warmup, in epochs; None while the rows that choose --epochs are not read."""
+    return min(WARMUP_SHARE * epochs, LONGEST_WARMUP) if epochs else None
 
 
 def begins_with_weights(flags: Mapping[str, Any]) -> bool:
@@ -398,7 +404,8 @@ def validate(settings: Settings, script: str, resumed: bool) -> None:
         check_validation_set(settings, has_val=settings.holds_out)
     if not uses_trained_model(vars(settings)):
         compatibility.check(vars(settings))
-    create_lr_schedule(settings)
+    if settings.epochs:
+        create_lr_schedule(settings)
 
 
 def create_lr_schedule(settings: Settings) -> Schedule:

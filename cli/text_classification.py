@@ -1,9 +1,10 @@
 """What only the text script builds from flags: its own flags, data, model, predictions, export."""
 
 import inspect
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import mixup
+from cli import options
 from cli.data import Data, Run, reading, report_baseline, use_rows
-from cli.factory import report_predictions
+from cli.factory import global_batch_size, report_predictions
 from cli.flag_parser import OFF, ON, Choice, below_one, flag, number, own, setting
 from cli.settings import Settings
 from distributed.agreement import once_a_node
@@ -44,13 +46,16 @@ def architecture(text: str) -> str:
     raise ArgumentTypeError(f"{text!r} is not transformer; did you mean {HF}{text}?")
 
 
+FEWEST_STEPS, FEWEST_EPOCHS, MOST_EPOCHS = 250, 3, 40  # of a pretrained encoder, by default
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(Settings):
     """What transformer_test.py can be told."""
 
     datasets, mixing = ["agnews", "headlines", "csv"], mixup.TEXT_KINDS
     defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4}
-    pretrained = {"batch_size": 8, "epochs": 5, "lr_schedule": "polynomial", "head": "random"}
+    pretrained = {"batch_size": 8, "epochs": 0, "lr_schedule": "polynomial", "head": "random"}
     pretrained_lr = {"adamw": 5e-5, "ngd": 1e-3}
     frozen = {"head": "probe"}
     model_flags = ("arch", "max_len", "model_args")
@@ -83,6 +88,23 @@ class TextSettings(Settings):
     prior: str = flag(Choice(["naive_bayes", "none"]), "naive_bayes", "scores of the tokens, "
         "counted on the training set, that are added to the logits", only_with=[OURS])
     # fmt: on
+
+
+def with_epochs(settings: TextSettings, run: Run, data: Data) -> TextSettings:
+    """The settings, with --epochs by the training rows where a pretrained encoder has none yet.
+
+    With fewer than `FEWEST_STEPS` a new classifier has not learned what the rows say: of 200 rows
+    ten epochs reach 1.5 points more than five, of 32 rows 40 epochs reach 20 more.
+    """
+    if settings.epochs:
+        return settings
+    rows = len(data.train)
+    epochs = math.ceil(FEWEST_STEPS * global_batch_size(settings, run.world) / rows)
+    epochs = min(max(epochs, FEWEST_EPOCHS), MOST_EPOCHS)
+    if run.world.is_main:
+        print(f"{epochs} epochs, as there are {rows} training samples (--epochs)", flush=True)
+    warmup = options.usual_warmup(epochs) if settings.warmup is None else settings.warmup
+    return replace(settings, epochs=epochs, warmup=warmup)
 
 
 def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None) -> Data:

@@ -64,7 +64,10 @@ def page_with_flags(page: str) -> str:
         parser = script.parser()
         kind, settings = parser.flags["arch"].group, parser.kind
         rates = ", ".join(f"{rate:g} for {name}" for name, rate in settings.pretrained_lr.items())
-        others = [f"`{parser.words(name, value)}`" for name, value in settings.pretrained.items()]
+        others = [
+            f"`{parser.words(name, value)}`" if value else f"`--{name}` by rows"
+            for name, value in settings.pretrained.items()
+        ]
         rows.append(f"| {kind} | {', '.join(others)}; `--lr` {rates}, else a tenth |")
         frozen = ", ".join(f"`{parser.words(*each)}`" for each in settings.frozen.items())
         rows.append(f"| {kind}, with `--freeze` | {frozen} |")

@@ -1,5 +1,6 @@
 """--arch hf:NAME: encoders of Hugging Face Transformers, tiny ones with random weights."""
 
+import json
 import pickle
 import shutil
 import sys
@@ -182,6 +183,26 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
         refused("texts", f"--arch {flags}", expected, base=BASE)
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused("texts", "--arch hf:small", "pip install transformers", base=BASE)
+
+
+def test_fewer_rows_have_more_epochs(folders, here):
+    words = f"--dataset headlines --arch hf:{folders['bert']} --threads 1 --precision fp32 --no-test"
+    words += " --val_fraction 0.1 --eval_every 99 --max_len 8"
+
+    def flags(more: str) -> dict:
+        run(transformer_test, words, more, "--out run")
+        found = json.loads(Path("run", "config.json").read_text())["flags"]
+        shutil.rmtree("run")
+        return found
+
+    for more, epochs in (
+        ("--bs 1 --subset 0.4", 3),  # 144 rows, 144 steps an epoch
+        ("--bs 8 --subset 0.4", 14),
+        ("--bs 8 --subset 0.04", 40),
+        ("--bs 8 --subset 0.04 --epochs 1", 1),
+    ):
+        found = flags(more)
+        assert (found["epochs"], found["warmup"]) == (epochs, pytest.approx(min(5, epochs / 10)))
 
 
 def test_defaults_and_flags_without_effect():
