@@ -116,14 +116,15 @@ def test_embeddings_and_the_classifier_are_under_adamw(folders):
 def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
     copy = shutil.copytree(folders["bert"], here / "bert")
     base = f"{BASE} --arch hf:{copy} --max_len 12"
-    more = "--ngd --mixup mixup --mix_at tokens --save_every 2 --keep 99 --out run"
-    console = ranks.run(f"transformer_test.py {base} {more}", here, 2)
-    assert "classifier begins anew" in console
-    files = checkpoint.latest_files(here / "run")
-    found = {checkpoint.load(path).progress["step"]: path for path in files}
-    shutil.rmtree(copy)
-    ranks.run(f"transformer_test.py --resume {found[8]} --out resumed", here, 2)
-    ranks.same_run(here / "run", here / "resumed", files=["last"])  # best is chosen anew
+    for more, out in (("--lora 4", "low_rank"), ("--ngd --mixup mixup --mix_at tokens", "run")):
+        words = f"{base} {more} --save_every 2 --keep 99 --out {out}"
+        assert "classifier begins anew" in ranks.run(f"transformer_test.py {words}", here, 2)
+        files = checkpoint.latest_files(here / out)
+        found = {checkpoint.load(path).progress["step"]: path for path in files}
+        if out == "run":
+            shutil.rmtree(copy)
+        ranks.run(f"transformer_test.py --resume {found[8]} --out {out}-resumed", here, 2)
+        ranks.same_run(here / out, here / f"{out}-resumed", files=["last"])  # best is chosen anew
     (here / "lines.txt").write_text("\n".join(TEXTS))
     assert TEXTS[0] in run(transformer_test, "--checkpoint run --predict lines.txt")
     assert len(pickle.loads(pickle.dumps(classifier.load("run"))).predict(TEXTS)) == 3
