@@ -89,6 +89,8 @@ def begin_with_weights(
         line, is_new = load_weights(settings, run, model, saved, data.metadata)
         if world.is_main:
             print(line, flush=True)
+    if run.checkpoint is not None and (known := run.checkpoint.metadata.get("probe")):
+        data.metadata["probe"] = known
     if saved is not None or settings.freeze:
         data = probe(settings, run, model, data, is_new=is_new and settings.head == "probe")
     if settings.lora:
@@ -121,7 +123,9 @@ def load_weights(
             saved,
             str(settings.weights),
             classes=metadata["classes"],
-            flags=", ".join(f"--{name}" for name in (*flags, "image_size") if name in own),
+            flags=", ".join(
+                f"--{name} {own[name]}" for name in (*flags, "image_size") if own.get(name)
+            ),
             kept=("prior", "prior_weight"),  # they are of the data
         )
     if saved.preprocessing:
@@ -171,13 +175,16 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
             if head.bias is not None:
                 head.bias.copy_(bias)
             logits, labels = evaluated.features.to(weight.dtype) @ weight.T + bias, evaluated.labels
+        accuracy = is_right(logits, labels).cpu().double().mean().item()
         if world.is_main:
-            accuracy = is_right(logits, labels).cpu().double().mean().item()
             print(
                 f"linear probe: {100 * accuracy:.2f} % on the {EVAL_SET_NAMES[name]} set by "
                 "logistic regression on what the network computes; the classifier begins so",
                 flush=True,
             )
+        if len(labels) == len(data.eval_sets[name]):  # else it is of a part of the set
+            reached = {"features": "", "accuracy": accuracy, "largest_class": 0.0}
+            data.metadata["probe"] = {**reached, "eval_set": name}
     if not keeps:
         return data
     linear_probe.take_features(model, head)

@@ -50,12 +50,12 @@ class Baseline:
             f"the {eval_set} set, its largest class {100 * self.largest_class:.2f} %"
         )
 
-    def verdict(self, accuracy: float) -> str:
-        """How an accuracy on the same evaluation set compares."""
+    def verdict(self, accuracy: float, name: str = "baseline") -> str:
+        """How an accuracy on the same evaluation set compares with this model, called `name`."""
         points = 100 * (accuracy - self.accuracy)
         side = "ahead of" if points > 0 else "behind"
         distance = f"{abs(points):.2f} points {side}" if points else "level with"
-        return f"{distance} the baseline of {100 * self.accuracy:.2f} %"
+        return f"{distance} the {name} of {100 * self.accuracy:.2f} %"
 
 
 def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:

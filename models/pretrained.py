@@ -208,7 +208,8 @@ def load_pretrained(
     try:
         model.load_state_dict(complete)
     except RuntimeError as error:  # whose first line is a heading
-        reason = " ".join(str(error).splitlines()[1:2]).strip()
+        named, *others = " ".join(str(error).splitlines()[1:2]).strip().split('", "')
+        reason = f'{named}" and {len(others)} more' if others else named
         raise InputError(f"{source}: not of this model ({flags}): {reason}") from None
     for name, value in model.state_dict().items():
         if not value.isfinite().all():

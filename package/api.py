@@ -123,9 +123,14 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
     out, going_on = given.get("out"), given.get("resume")
     if out is None and going_on not in (None, "", "auto"):
         out = going_on if Path(going_on).is_dir() else str(Path(going_on).parent)
-    if out is None:
-        out = str(make_run_folder(None, script.SCRIPT))
-    script.main([*words, "--out", out])
+    new = make_run_folder(None, script.SCRIPT) if out is None else None
+    out = out or str(new)
+    try:
+        script.main([*words, "--out", out])
+    finally:
+        if new:  # it stays where the run has begun
+            with contextlib.suppress(OSError):
+                new.rmdir()
     return load(out)
 
 

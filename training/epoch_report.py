@@ -66,6 +66,11 @@ def how_chosen(rows: Sequence[Mapping[str, Any]], *, chosen_by: str) -> str:
         return "the only epoch"
     if sum(map(is_evaluated, rows)) == 1:
         return "the only epoch that was evaluated"
+    return what_chose(chosen_by)
+
+
+def what_chose(chosen_by: str) -> str:
+    """What a column of metrics.jsonl chose an epoch on, and what that means."""
     eval_set, _, metric = chosen_by.partition("_")
     by = "" if metric == "accuracy" else f"by {METRIC_NAMES[metric]} "
     if eval_set == "test":
@@ -80,6 +85,7 @@ def report_result(
     *,
     is_saved: bool,
     baseline: Mapping[str, Any] | None,
+    probe: Mapping[str, Any] | None,
     evaluated: Mapping[str, Evaluation],
     classes: Sequence[str],
     shown: Mapping[str, Show],
@@ -90,7 +96,7 @@ def report_result(
 
     Args:
         is_saved: whether the last checkpoint could be written.
-        baseline: what a simple model reached: the fields of a `Baseline`, and `eval_set`.
+        baseline, probe: what simple models reached: the fields of a `Baseline`, and `eval_set`.
         evaluated: the last evaluation on each set.
         classes: their names.
         shown: what a report shows of the rows of a set, by its name.
@@ -102,7 +108,8 @@ def report_result(
     rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
     last = rows[-1] if rows else {}
-    print(f"last.pt: {show_result(last)}{missing}")
+    main_set = next((each for each in map(evaluated.get, ("test", "val")) if each), None)
+    print(f"last.pt: {show_result(last)}{main_set.spread if main_set else ''}{missing}")
     if over_views := show_views(last):
         print(f"last.pt: {over_views}")
     if best_epoch:
@@ -121,6 +128,8 @@ def report_result(
         result = final_result(evaluated, classes, epoch=last["epoch"], shown=shown)
         log.result(result)
         words = describe_scores(result["scores"])
+        is_fitted = "test" not in evaluated and "temperature" in (result["scores"] or {})
+        words += ", fitted to these rows" if is_fitted else ""
         print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     train_seconds = sum(row["train_seconds"] for row in whole_epochs(rows)) + progress.train_seconds
@@ -131,7 +140,8 @@ def report_result(
         f"device-hours; run folder {log.folder}",
         flush=True,
     )
-    if verdict := against_baseline(baseline, rows):
+    verdicts = against(baseline, rows), against(probe, rows, name="linear probe")
+    for verdict in filter(None, verdicts):
         print(f"last.pt: {verdict}", flush=True)
     if not is_saved:
         raise InputError(
@@ -141,16 +151,19 @@ def report_result(
         )
 
 
-def against_baseline(baseline: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:
+def against(
+    simple: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]], name: str = "baseline"
+) -> str:
     """How the last row of metrics.jsonl compares with a simple model; '' where that is not known.
 
     Args:
-        baseline: what that model reached: the fields of a `Baseline`, and `eval_set`.
+        simple: what that model reached: the fields of a `Baseline`, and `eval_set`.
+        name: what the model is called.
     """
-    known = dict(baseline or {})
+    known = dict(simple or {})
     eval_set = known.pop("eval_set", "")
     reached = rows[-1].get(f"{eval_set}_{known.get('metric', 'accuracy')}") if rows else None
-    return "" if reached is None else Baseline(**known).verdict(reached)
+    return "" if reached is None else Baseline(**known).verdict(reached, name)
 
 
 def final_result(

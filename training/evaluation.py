@@ -10,6 +10,7 @@ for rows, logits, labels in outputs(model, test, **how): ...
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,6 +82,18 @@ class Evaluation:
     def auroc(self) -> float | None:
         """The mean of the classes' areas under the ROC curve, in 0..1; None without the rows."""
         return None if self.rows is None else self.rows.auroc()
+
+    @property
+    def spread(self) -> str:
+        """The standard error of the accuracy by chance of the rows, in words; '' of several labels.
+
+        It is that of a binomial distribution, after Agresti and Coull, so that none is 0.
+        """
+        if self.average_precision is not None:
+            return ""
+        rows = int(self.class_counts[1].sum())
+        share = (rows * self.accuracy + 2) / (rows + 4)
+        return f" ({rows:,} rows: +- {100 * math.sqrt(share * (1 - share) / (rows + 4)):.1f})"
 
     def calibrated(self, temperature: float) -> Evaluation:
         """The same, with probabilities of logits that are divided by `temperature`."""

@@ -8,8 +8,14 @@ from pathlib import Path
 from errors import writing
 from training.card import Card
 from training.checkpoint import Checkpoint
-from training.epoch_report import against_baseline, describe_progress, how_chosen
+from training.epoch_report import against, describe_progress, what_chose
 
+PIXELS = ("size", "channels", "mean", "std", "interpolation")  # how images are prepared
+USE = {
+    ".pt2": 'logits = torch.export.load("FILE").module()(inputs)',
+    ".onnx": 'logits, = onnxruntime.InferenceSession("FILE").run(None, {"input": inputs})',
+    ".safetensors": 'model.load_state_dict(safetensors.torch.load_file("FILE"))',
+}
 LIMITS = """\
 ## Limits
 
@@ -40,7 +46,8 @@ def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
     with writing(str(path), "file"):
         former = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         added = former.partition(OWN)[2] or TO_BE_ADDED
-        lines = [f"# {file.name}", "", *_table(checkpoint, card), "", LIMITS, OWN + added]
+        use = f"```python\n{USE[file.suffix].replace('FILE', file.name)}\n```\n"
+        lines = [f"# {file.name}", "", *_table(checkpoint, card), "", use, LIMITS, OWN + added]
         path.write_text("\n".join(lines), encoding="utf-8")
     print(f"{path}: a model card; its last section is yours to write")
 
@@ -48,20 +55,24 @@ def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
 def _table(checkpoint: Checkpoint, card: Card) -> list[str]:
     """The facts that the checkpoint holds, as a table in Markdown."""
     progress, flags, data = checkpoint.progress, checkpoint.flags, checkpoint.metadata
-    source, made, said = checkpoint.file.name, data["segments"][-1], card.described()
+    source, made = checkpoint.file.name, data["segments"][-1]
+    known = card.export_settings()["metadata"]
     reached = f"{describe_progress(progress)} ({source}"
     if source == "best.pt":
-        reached += f", {how_chosen(progress['rows'], chosen_by=progress['best']['chosen_by'])}"
-    rows = [f"{split['rows']:,} {name}" for name, split in checkpoint.splits.items()]
+        reached += f", {what_chose(progress['best']['chosen_by'])}"
+    rows = ", ".join(f"{split['rows']:,} {name}" for name, split in checkpoint.splits.items())
+    if held_out := flags.get("fold") or flags["val_fraction"]:
+        rows += f", of train {held_out} held out"
     weights = f", from weights of {flags['weights']}" if flags.get("weights") else ""
     facts = {
         "network": f"{card.arch}{weights}",
         "classes": ", ".join(card.classes),
-        "input": card.export_settings()["metadata"]["input"],
-        "output": said.get("output", "logits; their softmax is the probability of each class"),
-        "data": f"{flags['dataset']}: {', '.join(rows)} rows",
+        "input": known["input"],
+        "images": ", ".join(f"{name} {known[name]}" for name in PIXELS if name in known),
+        "output": known.get("output", "logits; their softmax is the probability of each class"),
+        "data": f"{flags['dataset']}, rows: {rows}",
         "reached": f"{reached})",
-        "beside": against_baseline(data.get("baseline"), progress["rows"]),
+        "beside": against(data.get("baseline"), progress["rows"]),
         "training": f"{flags['optimizer']} at {flags['lr']:g}, seed {flags['seed']}, on "
         f"{made['device']}, {made['precision']}",
         "code": f"{data['script']}.py, commit {made['commit']}, torch {made['torch']}",

@@ -249,6 +249,7 @@ class Trainer:
             self.log,
             is_saved="last" not in self.checkpointer.unsaved,
             baseline=self.metadata.get("baseline"),
+            probe=self.metadata.get("probe"),
             evaluated=self.evaluated,
             classes=self.metadata["classes"],
             shown=self.shown,

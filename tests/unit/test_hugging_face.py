@@ -187,7 +187,9 @@ def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):
 
 
 def test_fewer_rows_have_more_epochs(folders, here):
-    words = f"--dataset headlines --arch hf:{folders['bert']} --threads 1 --precision fp32 --no-test"
+    words = (
+        f"--dataset headlines --arch hf:{folders['bert']} --threads 1 --precision fp32 --no-test"
+    )
     words += " --val_fraction 0.1 --eval_every 99 --max_len 8"
 
     def flags(more: str) -> dict:
