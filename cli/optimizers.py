@@ -3,6 +3,7 @@
 OPTIMIZERS["ngd"].make(groups, lr=0.08, momentum=0.6, nesterov=True, betas=(0.9, 0.999))
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -72,6 +73,9 @@ def optimizer_choice(name: str) -> OptimizerChoice:
         optimizer = own_parts.call(name, groups, settings={"lr": lr, **settings})
         if not isinstance(optimizer, torch.optim.Optimizer) or "lr" not in optimizer.defaults:
             raise InputError(f"{name}: makes no torch.optim.Optimizer with a default lr")
+        parameters = inspect.signature(optimizer.step).parameters.values()
+        if any(each.default is each.empty and each.kind <= 1 for each in parameters):
+            raise InputError(f"{name}: its step needs arguments, and the scripts give it none")
         return optimizer
 
     return OptimizerChoice(make, weight_decay=0.0)

@@ -185,6 +185,10 @@ def limits(arms: Sequence[Contender]) -> list[str]:
         found.append(
             f"Another test set of {rows} rows may change an accuracy by {spread:.1f} points."
         )
+    decays = {arm.name: arm.runs[0].flags.get("weight_decay") or 0.0 for arm in arms}
+    if len({*decays.values()}) > 1:
+        said = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())
+        found.append(f"Weight decay is not searched; the arms have {said}.")
     for arm in arms:
         if arm.rate in (min(arm.trials), max(arm.trials)):
             edge = "lowest" if arm.rate == min(arm.trials) else "highest"

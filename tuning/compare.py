@@ -37,7 +37,9 @@ def compare_parser() -> FlagParser:
     add = parser.group("race")
     number = partial(add, metavar="N")
     add("script", Choice(SCRIPTS), None, "entry script", metavar="SCRIPT")
-    words = "short form of --vary optimizer=A,B"
+    words = (
+        "short form of --vary optimizer=A,B; MODULE:CLASS@RATE is your own, searched around RATE"
+    )
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
     add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
     number("--seeds", flag_parser.count, None, "seeds of the runs in full (default 3)")
@@ -85,14 +87,17 @@ def read_arms(
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
     arms: list[Arm] = []
     for value in values:
-        words = ["--recipe", value, *arguments]
+        words, own_rate = ["--recipe", value, *arguments], ""
+        if name == "optimizer":
+            value, _, own_rate = value.partition("@")
         if name != "recipe":
             several = value.split() if " " in value else value  # such as --betas 0.9 0.99
             words = [*arguments, *shared.to_arguments({name: several})]
+            words += ["--lr", own_rate] if own_rate else []
         script = TargetScript.read(shared.file, words)
         chosen = script.flags({})
         usual = options.computed_defaults(chosen, parser)["lr"]
-        is_own = name == "optimizer" and value != common["optimizer"]
+        is_own = name == "optimizer" and value != common["optimizer"] and not own_rate
         rate = usual if is_own else chosen["lr"] or usual  # a recipe's is of its own optimizer
         for each in ("dataset", "epochs"):
             if arms and chosen[each] != arms[0].script.flags({})[each]:

@@ -40,6 +40,7 @@ STEP = 3.0  # between the first rates of a search
 FINALISTS = 2  # of the trials of a sweep
 TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
 FEWEST_EPOCHS = 3  # of a race that chooses its epochs
+SEARCH_SEED = 1000  # of all trials; runs in full have seeds below it
 USUAL_EPOCHS = 5  # where a script chooses them by rows, which a race does not read
 MARGIN = 1.2  # of the planned time, for what slows the machine down
 
@@ -66,13 +67,13 @@ class RaceConfig(SweepConfig):
         elif not in_full:
             common += ["--val_fraction", str(self.val_fraction), "--no-test"]
         arms = {arm.name: arm for arm in self.arms}
-        settings: dict[str, Any] = {"seeds": self.seeds, "minutes": self.minutes, "epochs": epochs}
+        settings: dict[str, Any] = {"minutes": self.minutes, "epochs": epochs}
         settings |= {"held_out": self.val_fraction, "jobs": self.jobs}
         settings |= {"folds": self.folds} if self.folds else {}
         given = self.script.given
         settings |= {name: given[name] for name in SPEED_FLAGS if name in given}  # of their times
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
-        space = arm_space(arms, self.seeds)
+        space = arm_space(arms)
         script = RaceScript(self.script.file, [], settings, arms=arms, common=common, folds=folds)
         out = self.out / ("in_full" if in_full else "search")
         own: dict[str, Any] = {"script": script, "space": space, "val_fraction": 0.0, "out": out}
@@ -146,7 +147,7 @@ def run_arms(config: RaceConfig) -> None:
     while len(values) < plan.trials * len(config.arms):
         for rates in zip(*(next_rates(arm.rate, tried[arm.name]) for arm in config.arms)):
             for name, rate in zip(tried, rates):
-                values.append({"arm": name, "lr": rate, "seed": config.seeds})
+                values.append({"arm": name, "lr": rate, "seed": SEARCH_SEED})
         for trial in do_runs(search, values):
             is_complete = trial.state is TrialState.COMPLETE
             row = complete_rows(trial_folder(search, trial))[-1] if is_complete else {}
@@ -219,7 +220,7 @@ def race_defaults(
     final = replace(
         config,
         script=RaceScript(shared.file, [], settings, arms=arms, common=[]),
-        space=arm_space(arms, config.seeds),
+        space=arm_space(arms),
         out=config.out / "-".join(["final", *(f"{each.number}" for each in finalists), *seeds]),
         sampler="random",
         pruner="none",
@@ -232,12 +233,12 @@ def race_defaults(
     return run_seeds(final, values, {name: {arm.rate: {}} for name, arm in arms.items()})
 
 
-def arm_space(arms: Collection[str], seeds: int) -> Space:
+def arm_space(arms: Collection[str]) -> Space:
     """The search space of runs whose values are all given."""
     return {
         "arm": {"type": "categorical", "choices": list(arms)},
         "lr": {"type": "float", "low": 0.0, "high": 1e9},
-        "seed": {"type": "int", "low": 0, "high": seeds},
+        "seed": {"type": "int", "low": 0, "high": SEARCH_SEED},
     }
 
 

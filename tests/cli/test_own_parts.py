@@ -15,6 +15,7 @@ from optimizer_cases import assert_same
 from package.api import fit
 from training import checkpoint
 from training.classifier import load
+from tuning import compare
 from tuning.target_script import TargetScript
 
 PAGE = ranks.ROOT / "docs" / "library.md"
@@ -52,6 +53,9 @@ class Narrow(torch.nn.Module):
         return self.layer(x)
 def many(groups, lr):
     return 3
+class Closure(torch.optim.SGD):
+    def step(self, closure):
+        pass
 """
 OWN = f"--dataset digits --subset 0.1 {SHORT} --arch my_parts:build --model_args width=8"
 OPTIMIZER = "--optimizer my_parts:Lion --lr 3e-3 --opt_args betas=0.9,0.95"
@@ -100,6 +104,11 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     script = TargetScript.read("resnet50_test.py", f"{OWN} {OPTIMIZER}".split())
     script.check(script.arguments)
     assert script.usual("lr") == 3e-3
+    shared = TargetScript.read("resnet50_test.py", OWN.split())
+    arms = compare.read_arms(
+        shared, OWN.split(), flag="optimizer", values=["sgd", "my_parts:Lion@0.002", "ngd@1"]
+    )
+    assert [arm.rate for arm in arms] == [resnet50_test.LEARNING_RATES["sgd"], 2e-3, 1.0]
 
 
 def test_texts_and_several_ranks_take_own_parts(parts):
@@ -136,6 +145,8 @@ def test_what_is_wrong_with_a_part_is_said_in_a_line(parts, refused):
         ("images", "--arch wrong:build", "returned (2, 64) for two inputs; logits are (2, 10)"),
         ("images", "--arch wrong:Narrow", "failed to take an input of (2, 1, 8, 8)"),
         ("images", "--optimizer my_parts:Lion", "has no default rate; give --lr"),
+        ("images", "--optimizer my_parts:Loin", "did you mean Lion?"),
+        ("images", "--optimizer wrong:Closure --lr 1", "its step needs arguments"),
         ("images", "--optimizer wrong:many --lr 1", "makes no torch.optim.Optimizer"),
         ("images", "--optimizer torch.optim:LBFGS --lr 1", "failed to make (ValueError: LBFGS"),
         ("images", "--optimizer my_parts:Lion --lr 1 --opt_args beta=1", "'beta'"),
