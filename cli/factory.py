@@ -38,6 +38,7 @@ from distributed.world import World
 from dynamic_batch import WorkerBalancer
 from errors import InputError, refused_as
 from input_pipeline.label_noise import class_number
+from input_pipeline.own_data import list_names
 from mixup import MetaMixup
 from models import activation_checkpointing, fusion, own_parts
 from models.averaged_views import AveragedViews
@@ -580,13 +581,21 @@ def report_predictions(
         notes: what was left out, for stderr.
     """
     trained = trained_classifier(settings, run)
-    found = predictions.predict(trained, inputs, samples, batch_size=settings.batch_size)
+    unread: dict[str, str] = {}
+    found = predictions.predict(
+        trained, inputs, samples, batch_size=settings.batch_size, unread=unread
+    )
     if not run.world.is_main:
         return
     for note in notes:
         print(note, file=sys.stderr)
-    if not settings.predict_out:
+    if settings.predict_out:
+        count = predictions.write_predictions(Path(settings.predict_out), found, trained.card)
+        print(f"{settings.predict_out}: {count} predictions")
+    else:
         predictions.print_predictions(found, trained.card)
-        return
-    count = predictions.write_predictions(Path(settings.predict_out), found, trained.card)
-    print(f"{settings.predict_out}: {count} predictions")
+    if unread:
+        why = next(iter(unread.values()))
+        if len(inputs) > 1:
+            why = f"no prediction of {list_names([*unread])}: {why}"
+        raise InputError(why)

@@ -1,6 +1,6 @@
 """Predictions of a trained model: printed, or written as JSON lines or as csv.
 
-predictions = predict(classifier, paths, samples, batch_size=64)
+predictions = predict(classifier, paths, samples, batch_size=64, unread={})
 write_predictions(Path("out.jsonl"), predictions, classifier.card)
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from errors import writing
+from errors import InputError, writing
 from training.atomic_file import atomic_write
 from training.card import Outputs
 from training.classifier import Classifier
@@ -42,17 +42,37 @@ Prediction = tuple[Sample, list[float]]
 
 
 def predict(
-    classifier: Classifier, inputs: Sequence[Any], samples: Iterable[Sample], *, batch_size: int
+    classifier: Classifier,
+    inputs: Sequence[Any],
+    samples: Iterable[Sample],
+    *,
+    batch_size: int,
+    unread: dict[str, str],
 ) -> Iterator[Prediction]:
-    """Yield the prediction of each sample, of which the classifier takes `inputs`."""
-    rows = min(batch_size, ROWS_AT_ONCE)
-    starts = range(0, len(inputs), rows)
-    parts = (
-        classifier.probabilities(inputs[start : start + rows], batch_size=rows) for start in starts
-    )
-    found = (row for part in parts for row in part)
-    for sample, probabilities in zip(samples, found, strict=True):
-        yield sample, probabilities.tolist()
+    """Yield the prediction of each sample, of which the classifier takes `inputs`.
+
+    Those that cannot be read are left out; `unread` gets their names, and why.
+    """
+    rows, coming = min(batch_size, ROWS_AT_ONCE), iter(samples)
+    for start in range(0, len(inputs), rows):
+        batch = inputs[start : start + rows]
+        try:
+            found = classifier.probabilities(batch, batch_size=rows).tolist()
+        except InputError:
+            found = [_alone(classifier, each) for each in batch]
+        for probabilities, sample in zip(found, coming):
+            if isinstance(probabilities, str):
+                unread[sample.name] = probabilities
+            else:
+                yield sample, probabilities
+
+
+def _alone(classifier: Classifier, sample: Any) -> list[float] | str:
+    """The probabilities of a sample, or why it cannot be read."""
+    try:
+        return classifier.probabilities([sample]).tolist()[0]
+    except InputError as error:
+        return str(error)
 
 
 def print_predictions(predictions: Iterable[Prediction], outputs: Outputs) -> None:

@@ -439,11 +439,16 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
         assert f": {predicted} {100 * probabilities[predicted]:.1f} %" in line
         columns = {f"probability_{name}": str(value) for name, value in probabilities.items()}
         assert row == {"name": file, "predicted": predicted, **columns}
-    for victim in (photos / "b" / "39.png", photos / "a" / "02.png"):  # of the later batch first
+    victims = photos / "b" / "39.png", photos / "a" / "02.png"  # of the later batch first
+    for number, victim in enumerate(victims, 1):
         victim.write_bytes(victim.read_bytes()[:40])
-        flags = f"--resume {runs['images']} --predict {photos} --predict_out {tmp_path}/new.csv"
-        refused("images", flags, f"{victim}: not a readable image", "")
-        assert not (tmp_path / "new.csv").exists()
+        out = tmp_path / f"{number}.csv"
+        flags = f"--resume {runs['images']} --predict {photos} --predict_out {out}"
+        line = refused("images", flags, f": {victim}: not a readable image", "")
+        assert "no prediction of " in line
+        read = list(csv.DictReader(out.read_text().splitlines()))
+        broken = [*map(str, victims[:number])]
+        assert [each["name"] for each in read] == [name for name in files if name not in broken]
 
 
 def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_path, refused):
