@@ -58,8 +58,7 @@ def parse(
         recipe = parser.given(recipe_arguments(path, parser))
     given |= own_form({**recipe, **given}, parser)
     chosen = parser.merged(parser.merged(defaults, recipe), given)
-    defaults |= parser.kind.pretrained if begins_with_weights(chosen) else {}
-    defaults |= parser.kind.frozen if chosen["freeze"] else {}
+    defaults |= defaults_of_weights(chosen, parser)
     start = defaults | {"out": recipe.get("out")} | given
     if start["resume"] == "auto":  # all ranks find the same, as none has written yet
         if not (out := start["out"]):
@@ -209,6 +208,12 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
         "val_fraction": 0.0,
         "best_by": "map" if chosen["label_separator"] else "accuracy",
     }
+
+
+def defaults_of_weights(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
+    """The defaults of a run that begins with weights or trains its last layer alone; else none."""
+    found = dict(parser.kind.pretrained) if begins_with_weights(chosen) else {}
+    return {**found, **(parser.kind.frozen if chosen["freeze"] else {})}
 
 
 def usual_warmup(epochs: int) -> float | None:

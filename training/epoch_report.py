@@ -108,8 +108,9 @@ def report_result(
     rows, best_epoch = progress.rows, progress.best["epoch"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
     last = rows[-1] if rows else {}
-    main_set = next((each for each in map(evaluated.get, ("test", "val")) if each), None)
-    print(f"last.pt: {show_result(last)}{main_set.spread if main_set else ''}{missing}")
+    main_set = "test" if "test" in evaluated else "val"
+    spread = evaluated[main_set].spread(EVAL_SET_NAMES[main_set]) if evaluated else ""
+    print(f"last.pt: {show_result(last)}{spread}{missing}")
     if over_views := show_views(last):
         print(f"last.pt: {over_views}")
     if best_epoch:
@@ -128,7 +129,7 @@ def report_result(
         result = final_result(evaluated, classes, epoch=last["epoch"], shown=shown)
         log.result(result)
         words = describe_scores(result["scores"])
-        is_fitted = "test" not in evaluated and "temperature" in (result["scores"] or {})
+        is_fitted = main_set == "val" and "temperature" in (result["scores"] or {})
         words += ", fitted to these rows" if is_fitted else ""
         print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))

@@ -6,6 +6,7 @@ write_model_card(Path("model.pt2"), checkpoint, card)      # model.pt2.md
 from pathlib import Path
 
 from errors import writing
+from training.atomic_file import atomic_write_text
 from training.card import Card
 from training.checkpoint import Checkpoint
 from training.epoch_report import against, describe_progress, what_chose
@@ -20,9 +21,9 @@ LIMITS = """\
 ## Limits
 
 - The accuracy is that on rows like those it was measured on; no other data was tried.
-- An input that belongs to no class gets one all the same.
 - Nobody has checked the training data for rights, privacy or bias.
 """
+ONE_LABEL = "- An input that belongs to no class gets one all the same.\n"
 OWN = "## From who publishes it"  # a section that stays when the card is written anew
 TO_BE_ADDED = """
 
@@ -45,10 +46,11 @@ def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
     path = file.with_name(f"{file.name}.md")
     with writing(str(path), "file"):
         former = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        added = former.partition(OWN)[2] or TO_BE_ADDED
+        added = former.partition(OWN)[2] or (f"\n\n{former}" if former else TO_BE_ADDED)
+        limits = LIMITS if card.is_multilabel else LIMITS + ONE_LABEL
         use = f"```python\n{USE[file.suffix].replace('FILE', file.name)}\n```\n"
-        lines = [f"# {file.name}", "", *_table(checkpoint, card), "", use, LIMITS, OWN + added]
-        path.write_text("\n".join(lines), encoding="utf-8")
+        lines = [f"# {file.name}", "", *_table(checkpoint, card), "", use, limits, OWN + added]
+        atomic_write_text(path, "\n".join(lines))
     print(f"{path}: a model card; its last section is yours to write")
 
 
@@ -58,14 +60,18 @@ def _table(checkpoint: Checkpoint, card: Card) -> list[str]:
     source, made = checkpoint.file.name, data["segments"][-1]
     known = card.export_settings()["metadata"]
     reached = f"{describe_progress(progress)} ({source}"
-    if source == "best.pt":
+    if source == "best.pt" and flags["epochs"] > 1:
         reached += f", {what_chose(progress['best']['chosen_by'])}"
     rows = ", ".join(f"{split['rows']:,} {name}" for name, split in checkpoint.splits.items())
     if held_out := flags.get("fold") or flags["val_fraction"]:
         rows += f", of train {held_out} held out"
-    weights = f", from weights of {flags['weights']}" if flags.get("weights") else ""
+    if flags["subset"] < 1:
+        rows += f", of train {flags['subset']:g} used"
+    weights = f", from weights of {Path(flags['weights']).name}" if flags.get("weights") else ""
+    is_folder = card.arch.startswith("hf:/")  # of this machine, which is nobody's business
+    arch = f"hf:{Path(card.arch).name}" if is_folder else card.arch
     facts = {
-        "network": f"{card.arch}{weights}",
+        "network": f"{arch}{weights}",
         "classes": ", ".join(card.classes),
         "input": known["input"],
         "images": ", ".join(f"{name} {known[name]}" for name in PIXELS if name in known),

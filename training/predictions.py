@@ -96,7 +96,7 @@ def write_predictions(path: Path, predictions: Iterable[Prediction], outputs: Ou
     by their separator in csv.
 
     Raises:
-        InputError: a sample cannot be read, or the file cannot be written.
+        InputError: the file cannot be written.
     """
     count, classes = 0, outputs.classes
     with (

@@ -62,7 +62,7 @@ RESULT_FILE = "result.json"
 
 ANNOUNCE_SECONDS = 30.0  # of a run, after which it says how long the whole of it takes
 LONG_SECONDS = 600.0  # of a run that says it
-LESS = "fewer epochs, a subset of the rows, a smaller network or a recipe take less"
+LESS = "fewer epochs or rows, smaller images, shorter texts, a smaller network take less"
 
 
 class RunLog:

@@ -42,7 +42,9 @@ def compare_parser() -> FlagParser:
     )
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
     add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
-    number("--seeds", flag_parser.count, None, "seeds of the runs in full (default 3)")
+    number(
+        "--seeds", flag_parser.number(int, 1, 1000), None, "seeds of the runs in full (default 3)"
+    )
     words = "folds of the training set, in place of seeds and test set"
     number("--folds", flag_parser.number(int, 2), 0, words)
     number("--minutes", flag_parser.positive, 30.0, "time, for which trials and epochs are chosen")

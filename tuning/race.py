@@ -41,7 +41,6 @@ FINALISTS = 2  # of the trials of a sweep
 TRIALS = (9, 7, 5, 3)  # of each arm; the most that fit
 FEWEST_EPOCHS = 3  # of a race that chooses its epochs
 SEARCH_SEED = 1000  # of all trials; runs in full have seeds below it
-USUAL_EPOCHS = 5  # where a script chooses them by rows, which a race does not read
 MARGIN = 1.2  # of the planned time, for what slows the machine down
 
 
@@ -56,7 +55,7 @@ class RaceConfig(SweepConfig):
     @property
     def wanted_epochs(self) -> int:
         """Epochs of a run where there is time for them."""
-        return self.arms[0].script.flags({})["epochs"] or USUAL_EPOCHS
+        return self.arms[0].script.flags({})["epochs"]
 
     def sweep(self, epochs: int, *, in_full: bool = False) -> SweepConfig:
         """Return the search, or the runs in full, as a sweep that has no trials yet."""

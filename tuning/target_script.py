@@ -24,6 +24,7 @@ ENDS = ("patience", "stop_at", "best_by")  # all runs are to end at their last e
 SPEED_FLAGS = ("device", "resident", "threads", "workers")
 MACHINE_FLAGS = {*SPEED_FLAGS, "data_dir", "log_every", "track"}
 NOT_COMPARABLE = "the search sets this flag for each run, so that all compare"
+USUAL_EPOCHS = 5  # of a pretrained encoder
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
 
@@ -63,6 +64,8 @@ class TargetScript:
         for name in (*HELD_OUT, *ENDS):
             if name in given:
                 raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out, also of a recipe")
+        if not cls(file, arguments, given).flags({})["epochs"]:  # a run would choose them by rows
+            arguments += ["--epochs", str(USUAL_EPOCHS)]
         return cls(file, arguments, given)
 
     def own_name(self, name: str) -> str:
@@ -95,7 +98,9 @@ class TargetScript:
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return all flags of a trial with these searched ones; InputError where one is refused."""
         parser = script_parser(self.file)
-        return parser.defaults() | parser.given([*self.arguments, *self.to_arguments(params)])
+        given = parser.given([*self.arguments, *self.to_arguments(params)])
+        defaults = parser.defaults()
+        return defaults | options.defaults_of_weights(defaults | given, parser) | given
 
     def has_effect(self, name: str) -> bool:
         flag = script_parser(self.file).find(name)

@@ -65,7 +65,7 @@ def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp
     share = (360 * last["test_accuracy"] + 2) / 364
     spread = 100 * (share * (1 - share) / 364) ** 0.5
     assert lines == {
-        "last": f"last.pt: {reached(last)} (360 rows: +- {spread:.1f})",
+        "last": f"last.pt: {reached(last)} (accuracy on 360 test rows: +- {spread:.1f})",
         "best": f"best.pt: {reached(best)} (chosen on the test set, so it is optimistic)",
     }
     for name in ("last", "best"):

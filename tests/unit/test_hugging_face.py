@@ -22,6 +22,7 @@ from models.hugging_face import Encoder, read_encoder
 from optimizers.param_groups import ngd_groups
 from test_training import exported_metadata
 from training import checkpoint, classifier
+from tuning.target_script import TargetScript
 
 hf = pytest.importorskip("transformers", reason="needs transformers: the extra [hf]")
 BASE = "--dataset headlines --subset 0.4 --bs 16 --epochs 2 --threads 1 --precision fp32"
@@ -216,5 +217,11 @@ def test_defaults_and_flags_without_effect():
     frozen, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--freeze"])
     low_rank, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--lora", "4"])
     assert (frozen.head, low_rank.lr) == ("probe", 5e-4)
+    raced = [
+        TargetScript.read("transformer_test.py", words),
+        TargetScript.read("resnet50_test.py", ["--weights", "DEFAULT", "--freeze"]),
+    ]
+    assert [script.flags({})["epochs"] for script in raced] == [5, 5], "those of pretrained weights"
+    assert [script.flags({})["batch_size"] for script in raced] == [8, 16]
     lines = parser.unused(parser.given(words), vars(args))
     assert ["--arch transformer" in line for line in lines] == [True, True]
