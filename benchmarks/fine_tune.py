@@ -1,7 +1,7 @@
 """Fine-tuning beside Hugging Face's Trainer (texts) and timm's training loop (images).
 
 python -m benchmarks.pretrained_models data          # weights and rows, once
-python -m benchmarks.fine_tune --json FILE           # ten minutes of two cores
+python -m benchmarks.fine_tune --json FILE           # a quarter of an hour of two cores
 python -m benchmarks.fine_tune --quick               # fewer rows and epochs, no bars of time
 
 Both sides have the same weights, training rows, test rows, epochs and batches, in bf16 where the
@@ -60,7 +60,7 @@ TIME_BAR = 0.6  # ours over the peer's, to the accuracy that the peer ends with
 # Data, epochs and rounds, with --quick and without.
 SIZES = {
     True: ({"texts": "news200", "images": "cifar500"}, {"texts": 3, "images": 3}, 1),
-    False: ({"texts": "news1000", "images": "cifar500"}, {"texts": 3, "images": 5}, 1),
+    False: ({"texts": "news1000", "images": "cifar500"}, {"texts": 3, "images": 5}, 3),
 }
 
 
