@@ -409,11 +409,7 @@ def validate(settings: Settings, script: str, resumed: bool) -> None:
         )
     if settings.stop_at > 1 and settings.best_by != "loss":
         raise InputError(f"--stop_at {settings.stop_at:g}: give a share of at most 1, such as 0.9")
-    is_own = settings.dataset in own_data.DATASETS
-    reads_data = is_own and not (settings.predict or settings.export)
-    if reads_data and not Path(settings.data_dir).expanduser().exists():
-        raise InputError(f"--data_dir {settings.data_dir}: there is no such folder")
-    if not is_own:  # others may have a validation set: see load_data
+    if settings.dataset not in own_data.DATASETS:  # others may have a validation set: see load_data
         check_validation_set(settings, has_val=settings.holds_out)
     if not uses_trained_model(vars(settings)):
         compatibility.check(vars(settings))
