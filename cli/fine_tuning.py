@@ -17,7 +17,7 @@ from cli.factory import MIN_EVAL_BATCH
 from cli.flag_parser import flat
 from cli.settings import Settings
 from cli.text_classification import TextSettings
-from distributed.agreement import local_main_first
+from distributed.agreement import local_main_first, raise_together
 from errors import InputError, refused_as
 from input_pipeline import own_data
 from models import image_models, lora, pretrained
@@ -38,8 +38,10 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
         InputError: there is no such file, it holds no weights, or --freeze is given without; or
             there is no --data_dir, which is said before anything is downloaded.
     """
-    if settings.dataset in own_data.DATASETS and not Path(settings.data_dir).expanduser().exists():
-        raise InputError(f"--data_dir {settings.data_dir}: there is no such folder")
+    is_own, folder = settings.dataset in own_data.DATASETS, Path(settings.data_dir).expanduser()
+    with raise_together(run.world):
+        if is_own and not folder.exists():
+            raise InputError(f"--data_dir {settings.data_dir}: there is no such folder")
     is_of_texts, arch = isinstance(settings, TextSettings), settings.arch
     if settings.weights is None and is_hf(arch) and is_of_texts:
         with refused_as(f"--arch {arch}"), local_main_first(run.world), refused(arch):
