@@ -124,6 +124,9 @@ def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
     assert not torch.equal(moved[statistics], tuned["model"][statistics])
     assert "fc keeps all outputs" in kept
     assert "linear probe" not in kept, "it would undo what was trained"
+    beside = f"the linear probe of {100 * probed:.2f} %"
+    assert beside in console.splitlines()[-1]
+    assert beside in run(resnet50_test, "--resume probe --epochs 2").splitlines()[-1]
 
 
 def test_a_frozen_network_computes_each_row_once(source, small, monkeypatch):
