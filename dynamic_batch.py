@@ -400,8 +400,8 @@ class NoiseScale(Memory):
             inverse_big: 1 / (number of the many samples).
 
         Returns:
-            The noise scale in samples, or None while the true gradient cannot be told from zero.
-            An epoch without finite gradients leaves no trace.
+            The noise scale in samples, infinite while the true gradient cannot be told from zero;
+            None where no noise is seen. An epoch without finite gradients leaves no trace.
         """
         trace = (small_square - big_square) / (inverse_small - inverse_big)
         square = big_square - trace * inverse_big
@@ -409,7 +409,9 @@ class NoiseScale(Memory):
             return None
         self.trace = SMOOTHING * self.trace + (1 - SMOOTHING) * trace
         self.square = SMOOTHING * self.square + (1 - SMOOTHING) * square
-        return max(self.trace, 0.0) / self.square if self.square > 0 else None
+        if self.square > 0:
+            return max(self.trace, 0.0) / self.square
+        return math.inf if self.trace > 0 else None
 
 
 # -------------------------------------------------------------------- over workers

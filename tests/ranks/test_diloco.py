@@ -32,8 +32,8 @@ def oracle(size: int, steps: int, every: int) -> list[list[Tensor]]:
         if step % every == 0:
             for number, a in enumerate(common):
                 d = sum(a - w[rank][number] for rank in range(size)) / size
-                momenta[number] = 0.9 * momenta[number] + d
-                a -= 0.7 * (d + 0.9 * momenta[number])
+                momenta[number] = 0.5 * momenta[number] + d
+                a -= 0.7 * (d + 0.5 * momenta[number])
                 for rank in range(size):
                     w[rank][number] = a.clone()
     return w

@@ -108,7 +108,7 @@ def test_score_weighs_loss_and_time_against_the_epoch_before():
 
 
 def test_the_noise_scale_is_followed_no_faster_than_by_the_factor():
-    sizes = walk(ByNoise(2.0), [1.0] * 4, noise=[1000.0, 300.0, 10.0, None])
+    sizes = walk(ByNoise(2.0), [1.0] * 4, noise=[math.inf, 300.0, 10.0, None])
     assert sizes == [100, 200, 300, 150, 150]
 
 
@@ -126,7 +126,8 @@ def test_noise_scale_is_exact_for_the_expected_norms_and_smoothed():
     values = [each.observe(*norms(1.0, 90.0), **INVERSES) for each in (first, second)]
     assert values[0] == values[1] == pytest.approx((0.25 * 50 + 0.5 * 90) / (0.25 * 3 + 0.5 * 1))
     # the true gradient cannot be told from zero
-    assert NoiseScale().observe(5.0, 0.1, **INVERSES) is None
+    assert NoiseScale().observe(5.0, 0.1, **INVERSES) == math.inf
+    assert NoiseScale().observe(0.0, 0.0, **INVERSES) is None
 
 
 def balanced_shares(speed: float, total: int, epochs: int, overhead: float = 0.0) -> list[int]:
