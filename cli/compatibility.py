@@ -9,7 +9,6 @@ from typing import Any
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import OFF, ON, Not, Values, conditions_in_words, holds
 from cli.optimizers import OPTIMIZERS
-from cli.settings import WIRE_BITS
 from errors import InputError
 from input_pipeline import own_data
 
@@ -38,8 +37,8 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([CORRECTED], [SCALED],
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
-    ([{"wire_dtype": tuple(WIRE_BITS)}], [{"sync": ("diloco",)}],
-     "only SLAMB keeps what rounding leaves; use --wire_dtype bf16 or fp32"),
+    ([{"wire_dtype": ("sign",)}], [OWN_EXCHANGE],
+     "its momentum needs 4 bits at least; use --wire_dtype int4"),
     ([{"ema": ON}], EXCHANGES,
      "weights differ between the processes; leave one of them out"),
     # ---- batches that change

@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import WIRE_BITS, S, Settings
+from cli.settings import S, Settings
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -63,10 +63,6 @@ from training.trainer import Trainer, TrainerConfig
 
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
-OWN_WIRE_DTYPES = {
-    "fp32": torch.float32,
-    **dict.fromkeys(["bf16", *WIRE_BITS], torch.bfloat16),  # of what SLAMB does not round further
-}
 
 
 # -------------------------------------------------------------------- the run
@@ -207,9 +203,8 @@ def create_optimizer(settings: Settings, run: Run, model: nn.Module) -> torch.op
     groups = choice.groups(model, settings.weight_decay)
     own = {flag: getattr(settings, flag) for flag in choice.flags}
     if name == "slamb":
-        own["wire_dtype"] = OWN_WIRE_DTYPES[settings.wire_dtype]
+        own |= wire_format(settings.wire_dtype)
         own["warmup"] = own.pop("compress_warmup")
-        own["wire_bits"] = WIRE_BITS.get(settings.wire_dtype, 0)
     ratio = global_batch_size(settings, run.world) / settings.base_bs
     # 'linear' is of Goyal et al. (arXiv:1706.02677), 'sqrt' of Krizhevsky (arXiv:1404.5997)
     lr = settings.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[settings.lr_scaling]
@@ -486,10 +481,16 @@ def create_comm_hook(settings: Settings, run: Run) -> comm_hooks.AllReduceHook:
                 run.world,
                 settings.local_steps,
                 after=settings.dense_steps,
-                wire_dtype=OWN_WIRE_DTYPES[settings.wire_dtype],
+                **wire_format(settings.wire_dtype),
                 **settings.sync_args,
             )
     return comm_hooks.AllReduceHook(run.world, settings.grad_compress)
+
+
+def wire_format(name: str) -> dict[str, Any]:
+    """What SLAMB and DiLoCo take for a --wire_dtype."""
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16  # also of what is not rounded
+    return {"wire_dtype": dtype, "wire_bits": comm_hooks.ROUNDED_BITS.get(name, 0)}
 
 
 # -------------------------------------------------------------------- trained models

@@ -57,8 +57,6 @@ from training.evaluation import METRIC_NAMES
 from training.export import SUFFIXES as EXPORT_SUFFIXES
 from training.tracking import TRACKERS
 
-WIRE_BITS = {"int8": 8, "int4": 4}  # values of --wire_dtype for SLAMB alone
-
 
 def weights_of_classes(text: str) -> str | dict[str, float] | None:
     """An argparse type: balanced, none, or a YAML file of lines 'class: weight'.
@@ -304,8 +302,8 @@ class Settings:
         metavar="STEPS", only_with=[BY_SLAMB, MEETING])
     dense_steps: int = flag(natural, 10, "steps at the start that send everything", metavar="STEPS",
         only_with=[BY_SLAMB, MEETING])
-    wire_dtype: str = flag(Choice(["bf16", "fp32", *WIRE_BITS]), "bf16",
-        "format of what is sent; int8 and int4 are for SLAMB's momentum",
+    wire_dtype: str = flag(Choice(["bf16", "fp32", *comm_hooks.ROUNDED_BITS]), "bf16",
+        "format of what is sent: SLAMB's momentum, diloco's changes of weights",
         only_with=[BY_SLAMB, BY_DILOCO])
     sync_args: dict[str, Any] = flag(setting, {}, "lr and momentum of diloco", owner="sync",
         parts={"diloco": own(DiLoCo, "lr", "momentum")})

@@ -8,25 +8,27 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 arXiv:2311.08105, algorithm 1. Each rank's optimizer takes H steps from the common weights a; then
     d = mean over the ranks of (a - w),  b <- mu b + d,  a <- a - eta (d + mu b),  w <- a
 on every rank, which is a step of SGD with Nesterov momentum along the mean change. The optimizers'
-own states are never exchanged. Around Muon, NGD's kin, it is MuLoCo (arXiv:2505.23725).
+own states are never exchanged. Around Muon, NGD's kin, it is MuLoCo (arXiv:2505.23725), which sends
+changes in few bits, with error feedback: with e what rounding has left so far, zeros at first,
+    s = rounded(a - w + e),  e <- a - w + e - s,  d = mean over the ranks of s.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed.comm_hooks import LocalSGD
+from distributed.quantization import dequantize, quantize
 from distributed.world import World
 
 
 class DiLoCo(LocalSGD):
     """DiLoCo (see above) as what data parallelism sends.
 
-    Before an evaluation the ranks take the mean of their weights, as with `LocalSGD`, and go on
-    from it. The mean change of the weights stays the same, but the next gradients are those of the
-    mean weights. So the outer steps depend on when the ranks are evaluated.
+    Before an evaluation, and so after each epoch, the ranks take an outer step as well.
 
     Args:
         every: H, steps between two outer steps.
@@ -35,10 +37,13 @@ class DiLoCo(LocalSGD):
         momentum: mu, of the outer step; the paper has 0.9, which loses 4 points in short runs
             (docs/large_batch.md).
         wire_dtype: dtype in which changes of weights are sent.
+        wire_bits: 8, 4 or 1: bits of each change that is sent, and two bytes for 64 of them; all
+            ranks gather them (nothing is reduced on the way). 0: they are sent in `wire_dtype`.
 
     Attributes:
         common: the weights a on which the ranks have last agreed, in fp32 at least.
         momenta: b.
+        errors: e, of this rank.
     """
 
     def __init__(
@@ -50,13 +55,17 @@ class DiLoCo(LocalSGD):
         lr: float = 0.7,
         momentum: float = 0.5,
         wire_dtype: torch.dtype = torch.bfloat16,
+        wire_bits: int = 0,
     ) -> None:
         super().__init__(world, every, after=after)
         if not (lr > 0 and 0 <= momentum < 1):
             raise ValueError(f"lr={lr} must be above 0, and momentum={momentum} within [0, 1)")
-        self.lr, self.momentum, self.wire_dtype = lr, momentum, wire_dtype
+        self.lr, self.momentum = lr, momentum
+        self.wire_dtype, self.wire_bits = wire_dtype, wire_bits
+        self.met = 0  # the step after which the ranks have last agreed
         self.common: list[Tensor] = []
         self.momenta: list[Tensor] = []
+        self.errors: list[Tensor] = []
 
     def start(self, parameters: Sequence[Tensor]) -> None:
         """Keep the weights from which the ranks part."""
@@ -65,26 +74,48 @@ class DiLoCo(LocalSGD):
             for p in parameters
         ]
         self.momenta = [torch.zeros_like(each) for each in self.common]
+        self.errors = [torch.zeros_like(each) for each in self.common]
+        self.met = self.steps
 
     @torch.no_grad()
     def outer_step(self, parameters: Sequence[Tensor]) -> None:
-        """Take the outer step: one collective, of one number of `wire_dtype` a weight."""
+        """Take the outer step; one collective."""
         parameters = list(parameters)  # it may be model.parameters(), which is gone through once
         # from the weights that the ranks got, which are rounded where p is in bf16 or fp16
-        changes = [(a.to(p.dtype).to(a) - p).flatten() for a, p in zip(self.common, parameters)]
-        mean_changes = self.averager.mean(torch.cat(changes).to(self.wire_dtype))
+        changes = [a.to(p.dtype).to(a) - p for a, p in zip(self.common, parameters)]
+        means = self.rounded_mean(changes) if self.wire_bits else self.mean(changes)
         self.world.traffic += self.averager.take_traffic()
-        received = mean_changes.split([len(change) for change in changes])
-        for p, a, b, mean in zip(parameters, self.common, self.momenta, received):
-            d = mean.view(a.shape).to(a.dtype)
+        for p, a, b, d in zip(parameters, self.common, self.momenta, means):
             b.mul_(self.momentum).add_(d)
             a.sub_(torch.add(d, b, alpha=self.momentum), alpha=self.lr)
             p.copy_(a)
+        self.met = self.steps
+
+    def mean(self, changes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean of each change over the ranks, sent in `wire_dtype`."""
+        flat = torch.cat([each.flatten() for each in changes]).to(self.wire_dtype)
+        received = self.averager.mean(flat).split([each.numel() for each in changes])
+        return [mean.view(each.shape).to(each.dtype) for mean, each in zip(received, changes)]
+
+    def rounded_mean(self, changes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean of what the ranks send in few bits, and keep what rounding leaves."""
+        corrected = [each + e for each, e in zip(changes, self.errors)]
+        mine = quantize(corrected, self.wire_bits)
+        decode = partial(dequantize, bits=self.wire_bits, like=corrected)
+        self.errors = [each - sent for each, sent in zip(corrected, decode(*mine))]
+        # In the order of the ranks, so that all of them get the same bits.
+        of_ranks = [decode(*codes) for codes in self.averager.gather(mine)]
+        return [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
+
+    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
+        if self.after <= self.met < self.steps:
+            self.outer_step(parameters)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         """The number of steps so far, and of all parameters what the outer steps remember."""
         return {
             **super().state_dict(parameters),
+            "met": self.met,
             "common": [a.cpu() for a in self.common],
             "momenta": [b.cpu() for b in self.momenta],
         }
@@ -93,9 +124,19 @@ class DiLoCo(LocalSGD):
         parameters = list(parameters)
         super().load_state_dict(state, parameters)
         if "common" not in state:  # of a run without this hook
-            self.sync_replicas(parameters)
+            super().sync_replicas(parameters)
             self.start(parameters)
             return
+        self.met = state["met"]
         devices = [p.device for p in parameters]
         self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
+        self.errors = [torch.zeros_like(a) for a in self.common]
         self.momenta = [b.to(on, copy=True) for b, on in zip(state["momenta"], devices)]
+
+    def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What rounding has left on this rank, by the parameters' numbers."""
+        return {str(n): e.cpu() for n, e in enumerate(self.errors)} if self.wire_bits else {}
+
+    def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
+        for number, e in enumerate(self.errors):
+            e.copy_(state.get(str(number), torch.zeros_like(e)))

@@ -1,5 +1,7 @@
 """DiLoCo: against its algorithm in float64; its bytes, and what stays as it is."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -70,18 +72,40 @@ def its_bytes_are_counted(world: World) -> None:
     assert world.traffic.payload - before == 2 * 2 * sum(p.numel() for p in mine)  # twice, in bf16
 
 
-def an_average_in_between_leaves_the_mean_change_of_given_steps(world: World) -> None:
-    """Those of an optimizer are not given: its gradients are those of the mean from then on."""
+def an_evaluation_in_between_is_an_outer_step(world: World) -> None:
     runs = []
-    for averaged in (True, False):
+    for every in (2, 50):
         mine = parameters()
-        hook = started(world, mine, 4, wire_dtype=torch.float64)
-        train(world, hook, mine, range(1, 3))
-        if averaged:
-            hook.sync_replicas(mine)
-        train(world, hook, mine, range(3, 9))
+        hook = started(world, mine, every, wire_dtype=torch.float64)
+        for first in (1, 3):
+            train(world, hook, mine, range(first, first + 2))
+            for _ in range(2):  # the second time there is nothing new
+                hook.sync_replicas(mine)
         runs.append(mine)
-    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+    assert all(map(torch.equal, *runs))
+
+
+def few_bits_add_up_to_the_changes(world: World) -> None:
+    """The sum of all that was sent is the sum of the changes, but for what the last one lost."""
+    for bits, numbers in ((8, 1), (4, 0.5), (1, 0.125)):
+        mine, common = [torch.zeros(64, 64)], [torch.zeros(64, 64)]
+        hook = started(world, mine, 1, lr=1.0, momentum=0.0, wire_bits=bits)
+        before = world.traffic.payload
+        for step in range(1, 9):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            mine[0] += torch.randn(64, 64, generator=generator)
+            hook.after_step(mine)
+        for step, rank in itertools.product(range(1, 9), range(world.size)):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            common[0] += torch.randn(64, 64, generator=generator) / world.size
+        assert world.traffic.payload - before == 8 * 64 * (64 * numbers + 2) * (world.size > 1)
+        left = hook.averager.mean(hook.errors[0].clone())
+        torch.testing.assert_close(mine[0] - left, common[0], rtol=0, atol=1e-4)
+        state = hook.state_dict(mine), hook.rank_state_dict(mine)
+        other = started(world, mine, 1, wire_bits=bits)
+        other.load_state_dict(state[0], mine)
+        other.load_rank_state_dict(state[1], mine)
+        assert torch.equal(other.errors[0], hook.errors[0])
 
 
 def what_no_rank_changes_stays_as_it_is(world: World) -> None:
@@ -98,7 +122,8 @@ def what_no_rank_changes_stays_as_it_is(world: World) -> None:
 def all_of_it(world: World) -> None:
     follows_the_oracle(world)
     its_bytes_are_counted(world)
-    an_average_in_between_leaves_the_mean_change_of_given_steps(world)
+    an_evaluation_in_between_is_an_outer_step(world)
+    few_bits_add_up_to_the_changes(world)
     what_no_rank_changes_stays_as_it_is(world)
 
 

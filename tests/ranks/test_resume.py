@@ -31,7 +31,7 @@ WAYS = {  # name: number of ranks, command
     "bf16": (2, f"{IMAGES} --bs 16 --grad_compress bf16 --balanced_sampling"),
     "sign": (2, f"{IMAGES} --bs 16 --ngd --grad_compress sign"),
     "local": (2, f"{IMAGES} --bs 16 --sync local --local_steps 3 --class_weights balanced"),
-    "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3"),
+    "diloco": (2, f"{IMAGES} --bs 16 --sync diloco --local_steps 3 --wire_dtype sign"),
     "slamb": (2, f"{IMAGES} --bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --wire_dtype int8"),
     "fsdp": (2, f"{TEXTS} --parallel fsdp"),
     "owners": (2, f"{IMAGES} --bs 16 --ngd --parallel fsdp"),
