@@ -64,14 +64,6 @@ def test_the_flags_that_a_page_names_are_known():
         assert not unknown, f"{page.name} names {', '.join(sorted(unknown))}"
 
 
-def test_every_page_and_picture_is_linked():
-    index, text = (DOCS / "README.md").read_text(), "".join(page.read_text() for page in PAGES)
-    for page in DOCS.glob("*.md"):
-        assert page.name == "README.md" or f"]({page.name})" in index, page.name
-    for picture in (ranks.ROOT / "figures").glob("*.png"):
-        assert f"figures/{picture.name})" in text, picture.name
-
-
 def run_python_blocks(page) -> None:
     """Run the Python blocks of a page in order, in one namespace.
 

@@ -1,16 +1,15 @@
-"""Evidence: the plan's commands, the results page, the recipes' headers, pictures, and the runner.
+"""Evidence: the plan's commands, the results page, pictures, and the runner.
 
 The runner of the experiments continues where it was stopped.
 """
 
 import contextlib
-import dataclasses
+import functools
 import json
 import re
-import statistics
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import matplotlib
 import pytest
@@ -24,38 +23,23 @@ import transformer_test
 from backends import machine
 from benchmarks import airbench, plain_training, train_peer
 from cli import options
-from cli.flag_parser import flat as flat_flags
-from cli.foreign_names import FOREIGN
 from errors import InputError
 from figures import draw, experiments, methods, pictures, run_logs
-from mixup import FORMER_KINDS
 
 ROOT = ranks.ROOT
 
-PEERS = {"benchmarks.airbench": airbench, "benchmarks.plain_training": plain_training}
-SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
-PLANS = [experiments.read_plan(experiments.PLAN, name, run_logs.LOGS) for name in ("cpu", "gpu")]
-PLANNED = [run for plan in PLANS for run in plan]
-# No axis of theirs is longer than 64, so that every --ngd_rank from 32 on is the same; 80 was the
-# default once.
-SMALL_NETWORKS = {"resnet8", "resnet20"}
-MACHINE_FLAGS = {"data_dir", "device", "threads", "workers", "out", "resume", "recipe"}
-MACHINE_FLAGS |= {"save_every"}
+
+def parsed(script: ModuleType, words: list[str]):
+    return options.parse(script.parser(), script.SCRIPT, words)[0]
 
 
-def flags_of(run: experiments.PlannedRun, logs: Path):
-    """Parse the flags of a run as its script does; `logs` is an empty folder."""
-    folder = logs / run.folder.parent.name / run.folder.name
-    arguments = dataclasses.replace(run, folder=folder).arguments()
-    for name in PEERS.keys() & set(arguments):  # which are no scripts of ours
-        return PEERS[name].parser().parse_args(arguments[arguments.index(name) + 1 :])
-    if "benchmarks.train_peer" in arguments:
-        return train_peer.parse(arguments[arguments.index("benchmarks.train_peer") + 1 :]).settings
-    name = next(argument for argument in arguments if argument in SCRIPTS)
-    script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
-    return options.parse(script.parser(), script.SCRIPT, arguments)[0]
-
-
+PARSE = {
+    "benchmarks.airbench": airbench.parser().parse_args,
+    "benchmarks.plain_training": plain_training.parser().parse_args,
+    "benchmarks.train_peer": lambda words: train_peer.parse(words).settings,
+    "resnet50_test.py": functools.partial(parsed, resnet50_test),
+    "transformer_test.py": functools.partial(parsed, transformer_test),
+}
 LOGGED = [
     folder
     for path in sorted(run_logs.LOGS.glob("*.jsonl"))
@@ -63,43 +47,14 @@ LOGGED = [
 ]
 
 
-def with_settings(flags: dict) -> dict:
-    """Flags, and settings of parts by names of their own; in some logs they are flags."""
-    flat = flat_flags(flags)
-    for former, own in FOREIGN.items():
-        part, _, key = own.removeprefix("--").partition("=")
-        if former[2:] in flat and key.partition("=")[2] in ("", "true") and "=" in key:
-            flat[f"{part} {key.partition('=')[0]}"] = flat.pop(former[2:])
-    return flat
-
-
-def test_scripts_accept_the_commands_of_the_plan_whose_flags_its_logs_have(monkeypatch, tmp_path):
+def test_scripts_accept_the_commands_of_the_plan(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    finished = [run for run in PLANNED if run_logs.finished(run.folder)]
-    assert len(finished) > 50
-    for run in [run for run in PLANNED if run.seed == 0 or run in finished]:
-        flags = flags_of(run, tmp_path)
+    plans = [experiments.read_plan(experiments.PLAN, name, tmp_path) for name in ("cpu", "gpu")]
+    for run in {run.command: run for plan in plans for run in plan}.values():
+        arguments = run.arguments()
+        number = next(number for number, word in enumerate(arguments) if word in PARSE)
+        flags = PARSE[arguments[number]](arguments[number + 1 :])
         assert str(flags.out).endswith(run.title)
-        if run not in finished:
-            continue
-        planned = with_settings(vars(flags))
-        logged = with_settings(run_logs.read_config(run.folder)["flags"])
-        common = (planned.keys() & logged.keys()) - MACHINE_FLAGS
-        is_older = "arch" in logged and "opt_args adamw_ratio" not in logged
-        if logged.get("optimizer") == "ngd" and is_older:
-            logged["optimizer"] = "kaldi_ngd"  # which had that name then
-        if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
-            common -= {"opt_args rank"}
-        if "mixup" in logged:
-            logged["mixup"] = FORMER_KINDS.get(logged["mixup"], logged["mixup"])
-        if planned.get("backend") == "auto":
-            common -= {"backend"}  # it was eager, which auto is for most runs
-        if logged.get("lr_schedule") != "multistep":
-            common -= {"milestones"}  # of which others had a default
-        different = [key for key in common if planned[key] != logged[key]]
-        assert not different, (run.folder, different)
-        trained = run_logs.read_rows(run.folder)[0]["samples"]
-        assert not run.rows or 0.9 * run.rows <= trained <= run.rows, run.folder
 
 
 def test_logs_come_from_clean_commits():
@@ -115,26 +70,6 @@ def test_the_results_page_shows_what_the_logs_say():
     page, plan = draw.RESULTS_PAGE.read_text(), yaml.safe_load(experiments.PLAN.read_text())
     groups = run_logs.read_groups(run_logs.LOGS)
     assert draw.page_with_results(page, groups, plan) == page, "run make figures"
-
-
-MEASURED = re.compile(
-    r"(\d+\.\d+)(?: \+- (\d+\.\d+))? %[^()%]*\(figures/logs/(\S+)\.jsonl: (\S+)\)"
-)
-
-
-def test_recipes_say_what_their_logs_show_or_that_they_have_none():
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
-        header = " ".join(comments)
-        reported = MEASURED.findall(header)
-        assert reported or "Not run to its end yet" in header, (
-            f"{path}: its header lacks 'NN.NN % (figures/logs/GROUP.jsonl: NAME)', or 'Not run to "
-            "its end yet'"
-        )
-        for value, _, group, name in reported:
-            folders = [run for run in LOGGED if run.parent.name == group]
-            values = run_logs.last(run_logs.by_name(folders)[name], run_logs.accuracy)
-            assert float(value) == pytest.approx(statistics.mean(values), abs=0.006), path
 
 
 @pytest.mark.process

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -68,10 +69,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
     wait_for_a_row(tmp_path, job)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    dead = subprocess.Popen(["sleep", "60"])
-    ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
-    dead.kill()
-    dead.wait()
+    ranks.wait_for(lambda: not ranks.relatives(job), mock.Mock(poll=lambda: None))
     assert len(ranks.metrics(tmp_path / "run")) < 12, "it was not trained to its end"
     ranks.run(command(2), tmp_path, 2)
     ranks.same_run(whole(2), tmp_path / "run")
@@ -239,7 +237,7 @@ def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, cod
     words = ["--nproc_per_node=2", "--no_python", "sh", "-c", script]
     process = ranks.FORKSERVER.Process(target=exit_with, args=(words, tmp_path / f"{code}.log"))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == code
     lines = (tmp_path / f"{code}.log").read_text().splitlines()
     expected = {137: ["error: process 1 was ended by signal 9"], 130: ["stopped"] * 2}

@@ -71,7 +71,7 @@ def test_a_rank_names_the_one_it_waits_for_and_ends_where_it_is_lost(how, reason
     (folder / "job.py").write_text(JOB)
     job = ranks.start(ranks.torchrun(str(folder / "job.py"), how), folder, NGPU="2")
     first = job.processes[0]
-    connection.wait([first.sentinel], timeout=60)
+    connection.wait([first.sentinel], timeout=240)
     ranks.kill(job)
     lines = (folder / "console.log").read_text().splitlines()
     own = [line for line in lines if "broken image" not in line]

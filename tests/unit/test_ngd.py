@@ -75,22 +75,6 @@ def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
     assert worst < (1e-8 if dtype == torch.float64 else rounding), worst
 
 
-def test_a_gpus_way_is_nearly_that_of_a_cpu(monkeypatch):
-    shapes = [(300, 40), (64, 32, 3, 3)]
-    gradients = list(zip(*(correlated(shape, 40, decay=2.0) for shape in shapes)))
-    moved = []
-    for devices in ({"cpu"}, set()):
-        monkeypatch.setattr(matrix_functions, "EIGH_DEVICES", devices)
-        optimizer = NGD(weights(shapes), lr=0.1)
-        for step in gradients:
-            for p, gradient in zip(parameters_of(optimizer), step):
-                p.grad = gradient.float()
-            optimizer.step()
-        moved.append([p.detach() - w for p, w in zip(parameters_of(optimizer), weights(shapes))])
-    for one, other in zip(*moved):
-        assert distance(one, other) < 1e-3
-
-
 def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal():
     p = nn.Parameter(torch.zeros(50, 70))
     optimizer = NGD([p], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
