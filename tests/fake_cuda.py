@@ -246,15 +246,6 @@ class Recording(TorchDispatchMode):
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
-    def numbers(self) -> list[tuple[str, list[Any]]]:
-        """What a graph would freeze: each operation, and what of its arguments is no tensor."""
-        found = []
-        for func, args, kwargs, _ in self.calls:
-            leaves = tree_leaves((args, kwargs))
-            if func.namespace == "aten":
-                found.append((str(func), [each for each in leaves if not isinstance(each, Tensor)]))
-        return found
-
 
 def _calling_function() -> str:
     """The innermost function of this project outside the tests, as module.function."""

@@ -20,7 +20,6 @@ from tuning.sweep import sweep_parser
 README, DOCS = ranks.ROOT / "README.md", ranks.ROOT / "docs"
 PAGES = [README, ranks.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -60,7 +59,8 @@ def test_what_a_page_links_to_is_there():
 
 def test_the_flags_that_a_page_names_are_known():
     for page in PAGES:
-        unknown = set(FLAG.findall(page.read_text())) - known_flags()
+        named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text())
+        unknown = set(named) - known_flags()
         assert not unknown, f"{page.name} names {', '.join(sorted(unknown))}"
 
 

@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 import ranks
-from dynamic_batch import ByLoss
 from training.run_log import RunLog
 
 ROW = {"seconds": 1.0, "epoch": 1, "step": 3, "lr": 0.1}
@@ -45,13 +44,6 @@ def test_rows_that_a_full_disk_kept_out_are_written_later(tmp_path, capsys, monk
     path.rmdir()
     log.epoch([*rows, {**ROW, "epoch": 2}])
     assert [row["epoch"] for row in strict_rows(tmp_path)] == [0, 1, 2]
-
-
-def test_a_loss_that_is_not_a_number_leaves_the_batch_size():
-    rule = ByLoss("progress", 2.0, threshold=10.0, window=2)
-    for loss in (1.0, math.nan, 1.0):
-        rule.observe(64, loss, seconds=1.0, noise=None)
-    assert rule.next_batch_size(3, 64) == 128  # a plateau of the two losses there are
 
 
 @pytest.mark.process

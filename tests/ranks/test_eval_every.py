@@ -60,7 +60,7 @@ WITHIN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0
     --save_every 1 --keep 99 --precision fp32 --seed 3"""
 WAYS = [  # number of ranks, flags
     (1, "--bs 32 --ema 0.9 --dynamic_batch noise --batch_args min=16 lr=sqrt --stop_at 0.55"),
-    (2, "--bs 16 --workers 2 --augment auto --accumulate 2 --ema 0.9 --patience 1 --stop_at 0.18"),
+    (2, "--bs 16 --workers 2 --augment auto --accumulate 2 --patience 1 --stop_at 0.18"),
     (2, "--bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --stop_at 0.15"),
 ]
 

@@ -26,7 +26,7 @@ from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
-from fake_cuda import CUDA, FakeGpu, HostWaits, Recording, fake_world
+from fake_cuda import CUDA, FakeGpu, Recording, fake_world
 from input_pipeline.augmentation import Augmentation
 from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -76,32 +76,6 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
     return images, torch.empty(rows, dtype=torch.long, device=CUDA)
 
 
-# -------------------------------------------------------------------- the fake GPU itself
-
-
-WAITING: dict[str, Callable[[Tensor], Any]] = {
-    "if": lambda x: 1 if x[0] > 0 else 0,
-    "tolist": lambda x: x.tolist(),
-    "to": lambda x: torch.zeros(3).to(CUDA),
-    "copy from": lambda x: torch.zeros(4).copy_(x),
-    "index by rows of the host": lambda x: x[torch.tensor([0, 1])],
-    "eigh": lambda x: torch.linalg.eigh(x[:, None] * x),
-    "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.ones_like(x).long()),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-}
-
-
-@each_of("name", WAITING)
-def test_waiting_for_the_gpu_is_noticed(name):
-    with FakeGpu() as gpu:
-        x = torch.zeros(4, device=CUDA)
-        with pytest.raises(HostWaits):
-            WAITING[name](x)
-        with gpu.waiting() as waits:
-            WAITING[name](x)
-        assert sum(waits.values()) == 1
-
-
 # -------------------------------------------------------------------- optimizers
 
 
@@ -126,15 +100,10 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
             step()
         assert first.keys() <= LAYOUT
         step(found_inf=torch.zeros((), device=CUDA))
-        steps = []
         for number in range(8):
             set_lr(0.1 / (1 + number))
             scaling = {each: torch.empty((), device=CUDA) for each in ("found_inf", "grad_scale")}
-            with Recording() as recording:
-                step(**scaling)
-            steps.append(recording.numbers())
-        if name in RECORDED_OPTIMIZERS:
-            assert steps[-1] == steps[-2], f"{name}: a graph would freeze what changes here"
+            step(**scaling)
         with gpu.waiting():
             saved = to_cpu(optimizer.state_dict())
             model = gpu.model(network())

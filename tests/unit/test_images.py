@@ -105,18 +105,6 @@ def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
     assert torch.equal(cropped, white) is (fill == "reflect")
 
 
-def test_augmentation_changes_with_epoch_and_seed_and_no_epoch_means_none(train):
-    rows = [torch.arange(200)]
-    settings = {"mean": MEAN, "std": STD, "device": CPU}
-    other_seed = ImageDataset(train.images, train.augmentation, seed=5, **settings)
-    plain = by_row(train, rows, epoch=None)
-    assert torch.equal(plain, normalised(train.images.pixels))
-    first = by_row(train, rows, epoch=3)
-    for second in (by_row(train, rows, epoch=4), by_row(other_seed, rows, epoch=3), plain):
-        changed = (first != second).flatten(1).any(1)
-        assert changed.float().mean() > 0.8  # of 50 crops and flips, one changes nothing
-
-
 def test_every_crop_and_flip_is_drawn_and_alternating_flips_in_two_epochs(train):
     draw = partial(draw_crops, rows=200, seed=4)
     drawn = (draw(train.augmentation, epoch=epoch) for epoch in range(10))
@@ -174,20 +162,24 @@ def test_changes_by_row_depend_on_seed_epoch_and_row_alone(folder):
     )
     standard = Augmentation(pad=2, flip=True)
     reflecting = dataclasses.replace(standard, fill="reflect")
-    plain = by_row(streamed(standard), [torch.arange(40)], 3)
+    rows, unchanged = [torch.arange(40)], normalised(with_pixels.pixels)
+    plain = by_row(streamed(standard), rows, 3)
     for augmentation, epoch in itertools.product((standard, reflecting), (3, None)):
         one, other = (each(augmentation) for each in (resident, streamed))
         assert (one.images.pixels is None, other.images.pixels is None) == (False, True)
         batched = by_row(one, list(torch.randperm(40, generator=generator).split(7)), epoch)
-        assert torch.equal(batched, by_row(other, [torch.arange(40)], epoch))
+        assert torch.equal(batched, by_row(other, rows, epoch))
+        assert torch.equal(batched, unchanged) == (epoch is None)
+        for another in (by_row(one, rows, 4), by_row(resident(augmentation, seed=5), rows, 3)):
+            assert (batched != another).flatten(1).any(1).float().mean() > 0.8
     changes = [{"policy": policy} for policy in POLICIES] + [{"jitter": 0.5}, {"erasing": 1.0}]
     for change in [*changes, {"resized": True, "pad": 0}]:
         first, second, third = (data(dataclasses.replace(standard, **change)) for data in sets)
         expected = by_row(first, list(torch.arange(40).flip(0).split(9)), 3)
-        assert torch.equal(expected, by_row(second, [torch.arange(40)], 3)), change
+        assert torch.equal(expected, by_row(second, rows, 3)), change
         if "resized" not in change:  # whose parts are those of files
-            assert torch.equal(expected, by_row(third, [torch.arange(40)], 3)), change
-        assert (expected != by_row(first, [torch.arange(40)], 4)).flatten(1).any(1).sum() > 30
+            assert torch.equal(expected, by_row(third, rows, 3)), change
+        assert (expected != by_row(first, rows, 4)).flatten(1).any(1).sum() > 30
         assert (expected != plain).flatten(1).any(1).sum() > 10, change
     assert torch.equal(state, torch.get_rng_state())
 
