@@ -55,7 +55,7 @@ def test_lines_that_nobody_reads_do_not_stop_a_run_and_end_predictions_quietly(t
         process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(timeout=120) == expected, errors
+        assert process.wait(timeout=240) == expected, errors
         return errors
 
     flags = "--dataset headlines --subset 0.2 --bs 16 --epochs 3 --threads 1 --out run".split()

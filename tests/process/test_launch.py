@@ -220,7 +220,8 @@ def exit_with(words: list[str], console) -> None:
 
 
 STOPPED = """trap 'echo stopped; exit' TERM
-[ "$RANK" = 0 ] && sleep 1 && kill -QUIT $PPID
+touch ready-$RANK
+[ "$RANK" = 1 ] || { until [ -e ready-1 ]; do sleep 0.1; done; kill -QUIT $PPID; }
 while :; do sleep 0.1; done"""
 
 
@@ -234,7 +235,7 @@ while :; do sleep 0.1; done"""
     ],
 )
 def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, code, tmp_path):
-    words = ["--nproc_per_node=2", "--no_python", "sh", "-c", script]
+    words = ["--nproc_per_node=2", "--no_python", "sh", "-c", f"cd {tmp_path}; {script}"]
     process = ranks.FORKSERVER.Process(target=exit_with, args=(words, tmp_path / f"{code}.log"))
     process.start()
     process.join(240)

@@ -48,10 +48,6 @@ def gradient(model: nn.Module, step: int, rank: int) -> Tensor:
     return flat(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def mean_gradient(model: nn.Module, step: int, size: int) -> Tensor:
-    return sum(gradient(model, step, rank) for rank in range(size)) / size
-
-
 def assert_ranks_agree(world: World, trainer) -> None:
     weights = flat(trainer.parallel.parameters)
     assert torch.equal(world.sum(weights.clone()), weights * world.size)
@@ -62,7 +58,8 @@ def the_wire_has_what_it_says(world: World) -> None:
         hook = AllReduceHook(world, name)
         trainer = trainer_of(world, hook)
         before, world.traffic = flat(trainer.parallel.parameters), Traffic()
-        expected = -0.5 * mean_gradient(trainer.model, 0, world.size)
+        gradients = [gradient(trainer.model, 0, rank) for rank in range(world.size)]
+        expected = -0.5 * sum(gradients) / world.size
         trainer.train_step(*batch(0, world.rank))
         moved = flat(trainer.parallel.parameters) - before
         assert (moved - expected).norm() < tolerance * expected.norm(), name

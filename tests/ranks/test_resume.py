@@ -130,7 +130,7 @@ def test_a_run_that_ends_at_any_point_goes_on_bit_for_bit(size, tmp_path):
         folder, crash = tmp_path / point, functools.partial(crash_at, point)
         words = (ranks.torchrun if size > 1 else ranks.script)(*command.split())
         job = ranks.start(words, folder, first=crash, NGPU=str(size))
-        connection.wait([job.processes[0].sentinel], timeout=120)
+        connection.wait([job.processes[0].sentinel], timeout=240)
         assert job.processes[0].exitcode == CRASHED, (folder / "console.log").read_text()
         ranks.kill(job)
         console = ranks.run(f"{command} --resume", folder, size)

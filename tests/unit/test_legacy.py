@@ -204,20 +204,16 @@ def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return amp
 
 
-def amp_trainer(name: str, **settings: object):
-    torch.manual_seed(0)
-    model = Smooth()
-    precision = choose_precision(name, torch.device("cpu"))
-    optimizer = build_optimizer(model, "sgd", 0.1, 1e-3)
-    return make_trainer(model, optimizer, precision=precision, **settings)
-
-
 @each_of("level", nvidia_apex.LEVELS)
 @each_of("accumulate", [1, 3])
 def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, amp):
     results = []
     for name in ("fp32", level):
-        trainer = amp_trainer(name, accumulation_steps=accumulate, max_grad_norm=0.5)
+        torch.manual_seed(0)
+        optimizer = build_optimizer(model := Smooth(), "sgd", 0.1, 1e-3)
+        settings = {"accumulation_steps": accumulate, "max_grad_norm": 0.5}
+        settings["precision"] = choose_precision(name, torch.device("cpu"))
+        trainer = make_trainer(model, optimizer, **settings)
         for _ in range(3):
             trainer.train_step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
         results.append((trainer.sums.values.clone(), *trainer.model.state_dict().values()))
