@@ -7,7 +7,7 @@ import torch
 
 import ranks
 import resnet50_test
-from conftest import for_each, run
+from conftest import each_of, for_each, run
 from figures import report
 from optimizer_cases import assert_same
 from test_training import DIGITS
@@ -54,6 +54,17 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, mo
     report.main(["cut", "--out", "cut.html"])
     run(resnet50_test, "--resume cut")
     ranks.same_run(here / "whole", here / "cut")
+
+
+@pytest.mark.process
+@each_of("more", ["--optimizer slamb --lr 3e-3 --local_steps 8", "--ema 0.9"])
+def test_ranks_agree_as_often_without_evaluating(more, tmp_path):
+    one, other = (tmp_path / f"{more.split()[0]}-{eval_every}" for eval_every in (1, 4))
+    for folder in (one, other):
+        words = f"{DIGITS} --epochs 4 {more} --eval_every {folder.name[-1]} --out {folder}"
+        ranks.run(f"resnet50_test.py {words}", tmp_path, 2)
+    assert_same(ranks.weights(one), ranks.weights(other))
+    assert ranks.metrics(one)[-1] == ranks.metrics(other)[-1]
 
 
 WITHIN = """resnet50_test.py --dataset digits --arch resnet8 --subset 0.2 --lr 0.05 --epochs 2

@@ -126,6 +126,14 @@ def test_batches_hold_the_tokens_of_their_rows(tokenizer, headlines):
             assert tokens.tolist() == [row + [0] * (longest - len(row)) for row in ids]
 
 
+def test_lengths_on_gpus_are_multiples_of_eight() -> None:
+    data = TextDataset.__new__(TextDataset)
+    data.lengths, data.max_len = torch.tensor([5, 9, 9, 30]), 31
+    data.device = torch.device("cuda")
+    row_batches = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    assert [data.padded_length(rows) for rows in row_batches] == [16, 31]
+
+
 def test_a_text_file_is_utf8_and_line_breaks_alone_separate_its_lines(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_bytes("one\x0cpage\u2028more\r\n\r\ntwo\u0085\n".encode())
