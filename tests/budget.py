@@ -11,7 +11,7 @@ COLD_STARTS = {  # interpreters that the tests of a file may start, 40 in all; o
     "cli/test_bad_input.py": 2,
     "evidence/test_benchmarks.py": 2,
     "evidence/test_figures.py": 1,
-    "evidence/test_gpu_evidence.py": 4,
+    "evidence/test_gpu_evidence.py": 3,
     "evidence/test_package.py": 7,
     "evidence/test_truth.py": 3,
     "evidence/test_tuning.py": 1,

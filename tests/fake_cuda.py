@@ -182,6 +182,10 @@ class FakeGpu:
             with unset_fake_temporarily():
                 return torch.ones(tensor.shape).tolist()
 
+        def gradients(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+            leaves = tree_leaves(inputs)
+            return tuple(torch.empty_like(each, requires_grad=False) for each in leaves)
+
         class Event(mock.MagicMock):
             """An event of a stream: only waiting for it counts."""
 
@@ -193,7 +197,7 @@ class FakeGpu:
 
         yield FakeTensor, "tolist", tolist
         yield Tensor, "backward", lambda loss: gpu.set_gradients()
-        yield torch.autograd, "grad", _gradients
+        yield torch.autograd, "grad", gradients
         yield torch, "enable_grad", contextlib.nullcontext
         yield torch.cuda, "Event", Event
         yield torch.cuda, "synchronize", lambda *device: gpu.note_wait("synchronize")
@@ -246,15 +250,6 @@ class Recording(TorchDispatchMode):
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
-    def numbers(self) -> list[tuple[str, list[Any]]]:
-        """What a graph would freeze: each operation, and what of its arguments is no tensor."""
-        found = []
-        for func, args, kwargs, _ in self.calls:
-            leaves = tree_leaves((args, kwargs))
-            if func.namespace == "aten":
-                found.append((str(func), [each for each in leaves if not isinstance(each, Tensor)]))
-        return found
-
 
 def _calling_function() -> str:
     """The innermost function of this project outside the tests, as module.function."""
@@ -291,11 +286,6 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     with unset_fake_temporarily():
         result = func(*tree_map_only(FakeTensor, on_host, args), **kwargs)
     return (args[0], result[1]) if isinstance(result, tuple) else result
-
-
-def _gradients(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """Takes the place of `torch.autograd.grad`."""
-    return tuple(torch.empty_like(each, requires_grad=False) for each in tree_leaves(inputs))
 
 
 def on_gpu(tensor: Tensor) -> Tensor:

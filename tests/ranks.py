@@ -232,7 +232,7 @@ def relatives(process: Any) -> list[tuple[int, bytes]]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 240) -> None:
     """Until `condition` holds or the process has ended."""
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None:

@@ -143,6 +143,7 @@ def open_study(config: SweepConfig) -> optuna.Study:
         results.check_kept(config.out)
     elif log.startswith(b"{"):  # a line that was cut when the machine stopped was never written
         os.truncate(file, log.rfind(b"\n") + 1)
+    file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a sweep that was killed
     storage = JournalStorage(JournalFileBackend(str(file)))
     study = optuna.create_study(
         study_name=config.script.file.removesuffix(".py"),

@@ -13,12 +13,10 @@ from conftest import each_of, parsed
 from errors import InputError
 
 SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
-ALIASES = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
+SPELLINGS = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
     ("-c fast94", "--recipe fast94"),
     ("--torch_compile", "--backend compile"),
-]
-HYPHENS = [
     ("--no-noise-scale", "--no-noise_scale"),
     ("--grad-checkpointing", "--checkpoint_activations"),
     ("--output-dir=my-run", "--out=my-run"),
@@ -36,7 +34,7 @@ def test_other_spellings_mean_the_same():
             assert parsed == parse(own, SCRIPTS[script]()), script
             assert parsed, script
 
-    conftest.for_each([*ALIASES, *HYPHENS], check)
+    conftest.for_each(SPELLINGS, check)
     assert parse("--model resnet20") == parse("--arch resnet20")
 
 
@@ -53,17 +51,13 @@ def test_values_keep_their_hyphens():
     assert parsed == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
 
 
-def test_an_empty_data_dir_of_the_environment_counts_as_none(monkeypatch):
-    monkeypatch.setenv("DATA_DIR", "")
-    assert resnet50_test.parser().defaults()["data_dir"] == "./data"
-
-
 def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     """Of the command line, a recipe and the environment."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("DATA_DIR", "~/d")
-    parser = resnet50_test.parser()
-    assert parser.defaults()["data_dir"] == f"{tmp_path}/d"
+    for given, expected in (("", "./data"), ("~/d", f"{tmp_path}/d")):
+        monkeypatch.setenv("DATA_DIR", given)
+        parser = resnet50_test.parser()
+        assert parser.defaults()["data_dir"] == expected
     for flag in ("out", "resume", "checkpoint", "weights"):
         assert parser.given([f"--{flag}=~/x y"]) == {flag: f"{tmp_path}/x y"}
     assert parser.given(["--predict", "~/x y"]) == {"predict": [f"{tmp_path}/x y"]}
@@ -72,20 +66,8 @@ def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
 
 
-def recipe_flags(text: str, folder: Path) -> dict[str, object]:
-    (folder / "mine.yaml").write_text(text)
-    parser = resnet50_test.parser()
-    return parser.given(options.recipe_arguments(str(folder / "mine.yaml"), parser))
-
-
-def test_the_command_line_overrides_a_recipe_in_any_spelling(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("lr: 0.3\nbs: 32\nfuse: true\n")
-    args = parsed(resnet50_test, f"--config {recipe} --learning-rate 0.1 --no_fuse")
-    assert (args.lr, args.batch_size, args.fuse) == (0.1, 32, False)
-
-
 def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
+    recipe = tmp_path / "mine.yaml"
     for text, own in (
         ("model: resnet20\nlearning-rate: 0.3", "--arch resnet20 --lr 0.3"),
         ("torch_compile: yes\nmilestones: [3, 4]", "--backend compile --milestones 3 4"),
@@ -97,7 +79,9 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
         ("class_weights: {a: 3}", '--class_weights {"a":"3"}'),
         ("class_weights: none", "--class_weights none"),
     ):
-        assert recipe_flags(text, tmp_path) == parse(own), text
+        recipe.write_text(text)
+        flags = options.recipe_arguments(str(recipe), resnet50_test.parser())
+        assert resnet50_test.parser().given(flags) == parse(own), text
 
 
 def test_recipes_are_found_by_name_from_any_folder(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from sklearn import metrics
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
+import ranks
 import resnet50_test
 import transformer_test
 from cli import factory
@@ -171,6 +172,27 @@ def test_images_of_a_table_have_one_label_or_several(tmp_path):
     assert "28 training samples" in console, "the table decides what is in train/"
     console = run(resnet50_test, "--resume", tmp_path / "one", SEPARATED, "--epochs 2", code=2)
     assert "the run was trained with one label a row" in console
+
+
+@pytest.mark.ranks
+def test_two_ranks_and_a_resumed_run_measure_what_one_process_does(tmp_path):
+    folder = write_headlines(tmp_path / "texts")
+    flags = f"transformer_test.py {LABELS} --data_dir {folder} --val_fraction 0.1 --subset 0.5"
+    flags += " --best_by auroc"
+    flags += " --lr_schedule constant --warmup 0 --dropout 0 --token_dropout 0 --no-baseline"
+    ranks.run(f"{flags} --epochs 2 --out {tmp_path / 'whole'}", tmp_path / "a")
+    ranks.run(f"{flags} --bs 4 --epochs 1 --out {tmp_path / 'two'}", tmp_path / "b", 2)
+    ranks.run(f"transformer_test.py --resume {tmp_path / 'two'} --epochs 2", tmp_path / "c", 2)
+    alone, together = (ranks.metrics(tmp_path / name) for name in ("whole", "two"))
+    names = [name for name in alone[0] if name.startswith(("val_", "test_", "train_"))]
+    assert {"val_map", "val_auroc", "test_micro_f1"} <= {*names}
+    one, two = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "two")
+    )
+    assert one["scores"] == pytest.approx(two["scores"], rel=1e-3)
+    assert [each["row"] for each in one["worst"][:3]] == [each["row"] for each in two["worst"][:3]]
+    for one, two in zip(alone, together, strict=True):
+        assert [one[n] for n in names] == pytest.approx([two[n] for n in names], rel=1e-3)
 
 
 def test_what_does_not_go_together_is_refused_in_one_line(refused, tmp_path):

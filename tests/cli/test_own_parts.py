@@ -134,11 +134,7 @@ def test_what_is_wrong_with_a_part_is_said_in_a_line(parts, refused):
         ("images", "--arch broken:build", "broken.py, line 2"),
         ("images", "--arch my_parts:biuld", "did you mean build?"),
         ("images", "--arch wrong:number", "has no function or class 'number'"),
-        (
-            "images",
-            "--arch my_parts:build --model_args widht=3",
-            "unexpected keyword argument 'widht'",
-        ),
+        ("images", "--arch my_parts:build --model_args widht=3", "keyword argument 'widht'"),
         ("images", "--arch resnet20 --model_args width=3", "--arch resnet20 has no such setting"),
         ("images", "--arch wrong:build --model_args width=3", "wrong.py, line 6"),
         ("images", "--arch wrong:build --model_args width=0", "NoneType"),

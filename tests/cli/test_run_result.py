@@ -52,12 +52,6 @@ def reported(console: str) -> dict[str, str]:
     return {line[:4]: line for line in console.splitlines() if line[:7] in ("last.pt", "best.pt")}
 
 
-def test_a_perfect_accuracy_of_few_rows_is_not_certain():
-    counts = torch.tensor([[2, 2], [2, 2], [2, 2]])
-    perfect = evaluation.Evaluation(loss=0.0, accuracy=1.0, top5_accuracy=1.0, class_counts=counts)
-    assert perfect.spread("test") == " (accuracy on 4 test rows: +- 15.3)"
-
-
 @pytest.mark.process
 def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp_path):
     flags = f"resnet50_test.py {WORSE_AT_THE_END} --bs 32 --precision bf16 --out run"

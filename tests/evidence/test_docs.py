@@ -20,7 +20,6 @@ from tuning.sweep import sweep_parser
 README, DOCS = ranks.ROOT / "README.md", ranks.ROOT / "docs"
 PAGES = [README, ranks.ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -29,14 +28,6 @@ TOOL_FLAGS = "--all --legacy --allow_dirty --list --logs --minutes --only --comp
 TOOL_FLAGS += " --report --source --sides --nodes --gpus-per-node"
 TOOL_FLAGS += " --logdir --batch-size --nnodes --rdzv_backend --rdzv_endpoint"  # torchrun's, ours
 TOOL_FLAGS += " --cpus-per-task --gpus --ipc --entrypoint"  # of sbatch and docker
-
-
-@functools.cache
-def known_flags() -> set[str]:
-    parsers = [resnet50_test.parser(), transformer_test.parser(), compare_parser()]
-    parsers.append(sweep_parser())
-    options = {name for parser in parsers for name in parser.names()} | set(FOREIGN)
-    return options | set(TOOL_FLAGS.split())
 
 
 @functools.cache
@@ -59,8 +50,11 @@ def test_what_a_page_links_to_is_there():
 
 
 def test_the_flags_that_a_page_names_are_known():
+    parsers = [resnet50_test.parser(), transformer_test.parser(), compare_parser(), sweep_parser()]
+    known = {*TOOL_FLAGS.split(), *FOREIGN}.union(*(parser.names() for parser in parsers))
     for page in PAGES:
-        unknown = set(FLAG.findall(page.read_text())) - known_flags()
+        named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text())
+        unknown = set(named) - known
         assert not unknown, f"{page.name} names {', '.join(sorted(unknown))}"
 
 
@@ -72,35 +66,28 @@ def test_every_page_and_picture_is_linked():
         assert f"figures/{picture.name})" in text, picture.name
 
 
-def run_python_blocks(page) -> None:
-    """Run the Python blocks of a page in order, in one namespace.
-
-    It begins with what a reader's own code provides: model, images, labels, loss.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
-    images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 4, 9])
-    names = {
-        "model": model,
-        "images": images,
-        "labels": labels,
-        "loss": nn.functional.cross_entropy(model(images), labels),
-        "DataLoader": DataLoader,
-        "dataset": TensorDataset(images.repeat(50, 1, 1, 1), labels.repeat(50)),
-        "criterion": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.SGD(model.parameters()),
-        "mean_loss": 1.0,
-        "seconds": 1.0,
-    }
-    for source in PYTHON.findall(page.read_text()):
-        exec(compile(textwrap.dedent(source), str(page), "exec"), names)
-
-
 def test_the_python_code_of_the_pages_runs(tmp_path, monkeypatch):
+    """The blocks of a page in order, after what a reader's own code provides."""
     assemble(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # the package faster_training
     for page in PAGES:
-        run_python_blocks(page)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+        images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 3, 4, 9])
+        names = {
+            "model": model,
+            "images": images,
+            "labels": labels,
+            "loss": nn.functional.cross_entropy(model(images), labels),
+            "DataLoader": DataLoader,
+            "dataset": TensorDataset(images.repeat(50, 1, 1, 1), labels.repeat(50)),
+            "criterion": nn.CrossEntropyLoss(),
+            "optimizer": torch.optim.SGD(model.parameters()),
+            "mean_loss": 1.0,
+            "seconds": 1.0,
+        }
+        for source in PYTHON.findall(page.read_text()):
+            exec(compile(textwrap.dedent(source), str(page), "exec"), names)
 
 
 def test_the_page_of_flags_lists_those_of_the_parsers() -> None:

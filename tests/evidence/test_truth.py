@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 import ranks
-from dynamic_batch import ByLoss
 from training.run_log import RunLog
 
 ROW = {"seconds": 1.0, "epoch": 1, "step": 3, "lr": 0.1}
@@ -47,13 +46,6 @@ def test_rows_that_a_full_disk_kept_out_are_written_later(tmp_path, capsys, monk
     assert [row["epoch"] for row in strict_rows(tmp_path)] == [0, 1, 2]
 
 
-def test_a_loss_that_is_not_a_number_leaves_the_batch_size():
-    rule = ByLoss("progress", 2.0, threshold=10.0, window=2)
-    for loss in (1.0, math.nan, 1.0):
-        rule.observe(64, loss, seconds=1.0, noise=None)
-    assert rule.next_batch_size(3, 64) == 128  # a plateau of the two losses there are
-
-
 @pytest.mark.process
 def test_lines_that_nobody_reads_do_not_stop_a_run_and_end_predictions_quietly(tmp_path):
     def errors_of(script, *flags, expected):
@@ -63,7 +55,7 @@ def test_lines_that_nobody_reads_do_not_stop_a_run_and_end_predictions_quietly(t
         process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait(timeout=120) == expected, errors
+        assert process.wait(timeout=240) == expected, errors
         return errors
 
     flags = "--dataset headlines --subset 0.2 --bs 16 --epochs 3 --threads 1 --out run".split()

@@ -179,12 +179,16 @@ def test_gpus_are_divided_among_trials(monkeypatch):
 @pytest.mark.process
 def test_a_killed_sweep_resumes_its_trial(tmp_path):
     command = ranks.script("tuning/sweep.py", "--script", "resnet50_test.py", *DIGITS)
-    command += ["--trials", "1", "--epochs", "8", "--out", "a sweep's?#"]
-    trial = tmp_path / "a sweep's?#" / "trials" / "0000"
+    out = tmp_path / "a sweep's?#"
+    command += ["--trials", "1", "--epochs", "8", "--out", str(out)]
+    trial = out / "trials" / "0000"
     process = ranks.start(command, tmp_path)
     ranks.wait_for(lambda: len(trials.complete_rows(trial)) > 1, process)
     os.kill(process.pid, signal.SIGKILL)  # the sweep alone: its trial is to end by itself
     process.wait()
+    lock = out / "study.log.lock"
+    lock.unlink(missing_ok=True)
+    lock.symlink_to("nothing")  # as the sweep leaves it where it was killed while it wrote
     done = ranks.finish(ranks.start(command, tmp_path), tmp_path)
     assert "0 finished, 1 resumed" in done
     (row,) = table(trial.parents[1])

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -68,10 +69,7 @@ def test_two_ranks_end_with_a_killed_launcher_and_go_on_bit_for_bit(whole, tmp_p
     wait_for_a_row(tmp_path, job)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    dead = subprocess.Popen(["sleep", "60"])
-    ranks.wait_for(lambda: not ranks.relatives(job), dead, seconds=30)
-    dead.kill()
-    dead.wait()
+    ranks.wait_for(lambda: not ranks.relatives(job), mock.Mock(poll=lambda: None))
     assert len(ranks.metrics(tmp_path / "run")) < 12, "it was not trained to its end"
     ranks.run(command(2), tmp_path, 2)
     ranks.same_run(whole(2), tmp_path / "run")
@@ -222,7 +220,8 @@ def exit_with(words: list[str], console) -> None:
 
 
 STOPPED = """trap 'echo stopped; exit' TERM
-[ "$RANK" = 0 ] && sleep 1 && kill -QUIT $PPID
+touch ready-$RANK
+[ "$RANK" = 1 ] || { until [ -e ready-1 ]; do sleep 0.1; done; kill -QUIT $PPID; }
 while :; do sleep 0.1; done"""
 
 
@@ -236,10 +235,10 @@ while :; do sleep 0.1; done"""
     ],
 )
 def test_the_launcher_returns_the_code_of_the_rank_that_failed_first(script, code, tmp_path):
-    words = ["--nproc_per_node=2", "--no_python", "sh", "-c", script]
+    words = ["--nproc_per_node=2", "--no_python", "sh", "-c", f"cd {tmp_path}; {script}"]
     process = ranks.FORKSERVER.Process(target=exit_with, args=(words, tmp_path / f"{code}.log"))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == code
     lines = (tmp_path / f"{code}.log").read_text().splitlines()
     expected = {137: ["error: process 1 was ended by signal 9"], 130: ["stopped"] * 2}

@@ -48,10 +48,6 @@ def gradient(model: nn.Module, step: int, rank: int) -> Tensor:
     return flat(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def mean_gradient(model: nn.Module, step: int, size: int) -> Tensor:
-    return sum(gradient(model, step, rank) for rank in range(size)) / size
-
-
 def assert_ranks_agree(world: World, trainer) -> None:
     weights = flat(trainer.parallel.parameters)
     assert torch.equal(world.sum(weights.clone()), weights * world.size)
@@ -62,7 +58,8 @@ def the_wire_has_what_it_says(world: World) -> None:
         hook = AllReduceHook(world, name)
         trainer = trainer_of(world, hook)
         before, world.traffic = flat(trainer.parallel.parameters), Traffic()
-        expected = -0.5 * mean_gradient(trainer.model, 0, world.size)
+        gradients = [gradient(trainer.model, 0, rank) for rank in range(world.size)]
+        expected = -0.5 * sum(gradients) / world.size
         trainer.train_step(*batch(0, world.rank))
         moved = flat(trainer.parallel.parameters) - before
         assert (moved - expected).norm() < tolerance * expected.norm(), name
@@ -157,16 +154,136 @@ def a_run_goes_on_with_another_hook(world: World) -> None:
                 assert_ranks_agree(world, other)
 
 
+# -------------------------------------------------------------------- DiLoCo in float64
+
+SHAPES = [(6, 5), (7,), (4, 3, 2, 2), (11,), (2, 2)]
+
+
+def change(step: int, rank: int) -> list[Tensor]:
+    """What a rank's own optimizer adds to the weights in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def parameters() -> list[Tensor]:
+    return change(0, 1)
+
+
+def oracle(size: int, steps: int, every: int) -> list[list[Tensor]]:
+    """Every rank's weights."""
+    w = [parameters() for _ in range(size)]
+    common = parameters()
+    momenta = [torch.zeros_like(a) for a in common]
+    for step in range(1, steps + 1):
+        for rank in range(size):
+            for p, added in zip(w[rank], change(step, rank)):
+                p += added
+        if step % every == 0:
+            for number, a in enumerate(common):
+                d = sum(a - w[rank][number] for rank in range(size)) / size
+                momenta[number] = 0.5 * momenta[number] + d
+                a -= 0.7 * (d + 0.5 * momenta[number])
+                for rank in range(size):
+                    w[rank][number] = a.clone()
+    return w
+
+
+def started(world: World, mine: list[Tensor], every: int, **settings) -> DiLoCo:
+    hook = DiLoCo(world, every, **settings)
+    hook.start(mine)
+    return hook
+
+
+def train(world: World, hook: DiLoCo, mine: list[Tensor], steps: range) -> None:
+    for step in steps:
+        for p, added in zip(mine, change(step, world.rank)):
+            p += added
+        hook.after_step(mine)
+
+
+def follows_the_oracle(world: World) -> None:
+    expected = oracle(world.size, 13, 4)[world.rank]
+    for dense_steps in (0, 5):
+        mine = parameters()
+        before = [p + 1 for p in mine] if dense_steps else mine  # parting is from `mine`
+        hook = started(world, before, 4, after=dense_steps, wire_dtype=torch.float64)
+        for _ in range(dense_steps):
+            hook.after_step(iter(mine))  # as model.parameters() is
+        train(world, hook, mine, range(1, 14))
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def bytes_of_diloco_are_counted(world: World) -> None:
+    mine, before = parameters(), world.traffic.payload
+    train(world, started(world, mine, 3), mine, range(1, 8))
+    assert world.traffic.payload - before == 2 * 2 * sum(p.numel() for p in mine)  # twice, in bf16
+
+
+def an_evaluation_in_between_is_an_outer_step(world: World) -> None:
+    runs = []
+    for every in (2, 50):
+        mine = parameters()
+        hook = started(world, mine, every, wire_dtype=torch.float64)
+        for first in (1, 3):
+            train(world, hook, mine, range(first, first + 2))
+            for _ in range(2):  # the second time there is nothing new
+                hook.sync_replicas(mine)
+        runs.append(mine)
+    assert all(map(torch.equal, *runs))
+
+
+def few_bits_add_up_to_the_changes(world: World) -> None:
+    """The sum of all that was sent is the sum of the changes, but for what the last one lost."""
+    for bits, numbers in ((8, 1), (4, 0.5), (1, 0.125)):
+        mine, common = [torch.zeros(64, 64)], [torch.zeros(64, 64)]
+        hook = started(world, mine, 1, lr=1.0, momentum=0.0, wire_bits=bits)
+        before = world.traffic.payload
+        for step in range(1, 9):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            mine[0] += torch.randn(64, 64, generator=generator)
+            hook.after_step(mine)
+        for step, rank in itertools.product(range(1, 9), range(world.size)):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            common[0] += torch.randn(64, 64, generator=generator) / world.size
+        assert world.traffic.payload - before == 8 * 64 * (64 * numbers + 2) * (world.size > 1)
+        left = hook.averager.mean(hook.errors[0].clone())
+        torch.testing.assert_close(mine[0] - left, common[0], rtol=0, atol=1e-4)
+        state = hook.state_dict(mine), hook.rank_state_dict(mine)
+        other = started(world, mine, 1, wire_bits=bits)
+        other.load_state_dict(state[0], mine)
+        other.load_rank_state_dict(state[1], mine)
+        assert torch.equal(other.errors[0], hook.errors[0])
+
+
+def what_no_rank_changes_stays_as_it_is(world: World) -> None:
+    """As a weight without a gradient, which no optimizer changes."""
+    mine = [p.bfloat16() for p in parameters()]
+    hook, before = started(world, mine, 2), mine[0].clone()
+    for step in range(1, 7):
+        for p, added in zip(mine[1:], change(step, world.rank)[1:]):
+            p += added.bfloat16()
+        hook.after_step(mine)
+    assert torch.equal(mine[0], before)
+
+
 def all_of_it(world: World) -> None:
     the_wire_has_what_it_says(world)
     few_bits_follow_the_equations(world)
     local_steps_average_weights_now_and_then(world)
     training_goes_on_after_a_bad_step_which_all_skip(world)
     a_run_goes_on_with_another_hook(world)
+    follows_the_oracle(world)
+    bytes_of_diloco_are_counted(world)
+    an_evaluation_in_between_is_an_outer_step(world)
+    few_bits_add_up_to_the_changes(world)
+    what_no_rank_changes_stays_as_it_is(world)
 
 
 def test_what_ranks_send_each_other() -> None:
     ranks.run_ranks(all_of_it, 2)
+    world = World()  # one process takes outer steps as well
+    follows_the_oracle(world)
+    assert world.traffic.payload == 0
 
 
 def test_four_ranks_send_more_of_what_is_gathered_than_of_what_is_reduced(monkeypatch):

@@ -32,15 +32,17 @@ from distributed import waiting
 from distributed.agreement import local_main_first
 from distributed.world import TimeLimits, init_world
 
-errors.LOST_PEER_SECONDS, waiting.FIRST_SECONDS, waiting.AGAIN_SECONDS = 0.0, 1.0, 0.5
+start_limit = float(sys.argv[2])
+errors.LOST_PEER_SECONDS, waiting.FIRST_SECONDS, waiting.AGAIN_SECONDS = 0.0, start_limit / 3, 0.5
 
 def main():
-    with init_world("cpu", TimeLimits(start=3, step=4)) as world:
+    with init_world("cpu", TimeLimits(start=start_limit, step=4)) as world:
         group = dist.new_group()  # as an optimizer makes it
         with local_main_first(world):
             pass
         dist.all_reduce(torch.ones(3), group=group)
         world.first_step_done()
+        waiting.FIRST_SECONDS = 1.0
         if world.rank == 1:
             end(sys.argv[1])
         world.sum(torch.ones(3))
@@ -69,9 +71,9 @@ def test_a_rank_names_the_one_it_waits_for_and_ends_where_it_is_lost(how, reason
     folder = tmp_path / how
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
-    job = ranks.start(ranks.torchrun(str(folder / "job.py"), how), folder, NGPU="2")
+    job = ranks.start(ranks.torchrun(str(folder / "job.py"), how, "120"), folder, NGPU="2")
     first = job.processes[0]
-    connection.wait([first.sentinel], timeout=60)
+    connection.wait([first.sentinel], timeout=240)
     ranks.kill(job)
     lines = (folder / "console.log").read_text().splitlines()
     own = [line for line in lines if "broken image" not in line]
@@ -86,7 +88,7 @@ def test_a_rank_whose_peer_never_starts_ends_in_time(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     with ranks.rank_environments(2) as (environment, _):
         environment["TORCHELASTIC_RESTART_COUNT"] = "1"
-        command = ranks.script(str(tmp_path / "job.py"), "error")
+        command = ranks.script(str(tmp_path / "job.py"), "error", "3")
         job = ranks.start(command, tmp_path, **environment)
         console = ranks.finish(job, tmp_path, expected=1)
     what = "ranks [1] of 2 have not come"
@@ -103,7 +105,7 @@ def test_ranks_meet_those_that_live_and_have_the_same_device(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         for device in ("cpu", "cuda"):
             store = dist.HashStore()
-            store.set_timeout(timedelta(seconds=5))
+            store.set_timeout(timedelta(seconds=120))
             store.set("arrived/1", dead)
             first = pool.submit(world._meet, store, both[0], "cpu", {0, 1})
             store.get(f"seen/{dead}")

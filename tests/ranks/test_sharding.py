@@ -175,7 +175,7 @@ def test_images_have_the_losses_of_data_parallelism(tmp_path):
         ranks.run("resnet50_test.py --resume run --parallel ddp --epochs 2", folder, 2)
         return [row["train_loss"] for row in ranks.metrics(folder / "run")]
 
-    for optimizer in ("sgd --lr 0.01", "ngd", "sgd --lr 0.01 --dynamic_batch increase --epochs 3"):
+    for optimizer in ("ngd", "sgd --lr 0.01 --dynamic_batch increase --epochs 3"):
         assert losses("fsdp", optimizer) == pytest.approx(losses("ddp", optimizer), rel=1e-4)
 
 

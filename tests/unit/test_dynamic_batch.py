@@ -92,6 +92,8 @@ def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before():
     rule = ByLoss("progress", 2.0, threshold=10.0, window=3)
     sizes = walk(rule, [1.0, 0.9, 0.8, 0.5, 0.5, 0.499])
     assert sizes[2:] == [100, 50, 25, 12.5, 25]
+    rule = ByLoss("progress", 2.0, threshold=10.0, window=2)
+    assert walk(rule, [1.0, math.nan, 1.0])[-1] == 200  # a plateau of the two losses there are
     loss = [1.02, 1.01, 1.0]
     progress = 1000 * (sum(loss) / (3 * min(loss)) - 1)
     for threshold, expected in ((progress + 1e-6, 200), (progress - 1e-6, 50)):

@@ -26,7 +26,7 @@ from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
-from fake_cuda import CUDA, FakeGpu, HostWaits, Recording, fake_world
+from fake_cuda import CUDA, FakeGpu, Recording, fake_world
 from input_pipeline.augmentation import Augmentation
 from input_pipeline.image_batches import ImageDataset
 from input_pipeline.image_datasets import ImageSplit
@@ -76,32 +76,6 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
     return images, torch.empty(rows, dtype=torch.long, device=CUDA)
 
 
-# -------------------------------------------------------------------- the fake GPU itself
-
-
-WAITING: dict[str, Callable[[Tensor], Any]] = {
-    "if": lambda x: 1 if x[0] > 0 else 0,
-    "tolist": lambda x: x.tolist(),
-    "to": lambda x: torch.zeros(3).to(CUDA),
-    "copy from": lambda x: torch.zeros(4).copy_(x),
-    "index by rows of the host": lambda x: x[torch.tensor([0, 1])],
-    "eigh": lambda x: torch.linalg.eigh(x[:, None] * x),
-    "segment_reduce": lambda x: torch.segment_reduce(x, "sum", lengths=torch.ones_like(x).long()),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-}
-
-
-@each_of("name", WAITING)
-def test_waiting_for_the_gpu_is_noticed(name):
-    with FakeGpu() as gpu:
-        x = torch.zeros(4, device=CUDA)
-        with pytest.raises(HostWaits):
-            WAITING[name](x)
-        with gpu.waiting() as waits:
-            WAITING[name](x)
-        assert sum(waits.values()) == 1
-
-
 # -------------------------------------------------------------------- optimizers
 
 
@@ -126,15 +100,10 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
             step()
         assert first.keys() <= LAYOUT
         step(found_inf=torch.zeros((), device=CUDA))
-        steps = []
         for number in range(8):
             set_lr(0.1 / (1 + number))
             scaling = {each: torch.empty((), device=CUDA) for each in ("found_inf", "grad_scale")}
-            with Recording() as recording:
-                step(**scaling)
-            steps.append(recording.numbers())
-        if name in RECORDED_OPTIMIZERS:
-            assert steps[-1] == steps[-2], f"{name}: a graph would freeze what changes here"
+            step(**scaling)
         with gpu.waiting():
             saved = to_cpu(optimizer.state_dict())
             model = gpu.model(network())
@@ -331,22 +300,6 @@ def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
     return ImageDataset(split, crops, resident=resident, **settings)
 
 
-@each_of("resident", [True, False])
-@each_of("epoch", [0, None])
-def test_batches_of_images_wait_for_nothing(resident, epoch):
-    with FakeGpu() as gpu:
-        with gpu.waiting():
-            data = image_data(resident=resident)
-        batches = data.batches(torch.arange(32).split(8), epoch)
-        with gpu.waiting() as waits:  # offsets and flips of the whole epoch
-            next(batches)
-        assert waits.keys() <= {"image_batches._gathered_batches"}
-        for images, labels in batches:
-            assert images.shape == (8, 3, 8, 8)
-            assert images.is_cuda
-            assert labels.is_cuda
-
-
 # -------------------------------------------------------------------- an epoch
 
 
@@ -365,7 +318,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
     with fake_world(size) as world, FakeGpu() as gpu:
         trainer = trainer_of(gpu, world, name, epochs=2, **settings)
         with gpu.waiting():
-            trainer.train_set = data = image_data(rows)
+            trainer.train_set = data = image_data(rows, resident=size == 1)
         trainer.eval_sets = {"test": data}
         trainer.batches = DynamicBatchSampler(rows, 8, world=world)
         for between_hosts in (

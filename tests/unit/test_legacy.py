@@ -177,13 +177,6 @@ def test_what_is_not_installed_is_named_with_the_way_to_install_it(script, flags
         assert "requirements-legacy.txt" in line or "github.com/NVIDIA/apex" in line
 
 
-def test_what_does_not_go_with_apex_or_ort_is_refused(refused):
-    for more in ("--noise_scale", "--dynamic_batch noise"):
-        refused("images", f"--precision apex_O1 {more}", "loss scale")
-    refused("images", "--backend ort --precision bf16", "fp32")
-    refused("images", "--backend ort --fuse", "--fuse")
-
-
 @pytest.fixture
 def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module with the documented interface; it scales losses by 1,024."""
@@ -211,26 +204,18 @@ def amp(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return amp
 
 
-def amp_trainer(name: str, **settings: object):
-    torch.manual_seed(0)
-    model = Smooth()
-    precision = choose_precision(name, torch.device("cpu"))
-    optimizer = build_optimizer(model, "sgd", 0.1, 1e-3)
-    return make_trainer(model, optimizer, precision=precision, **settings)
-
-
-def images_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(6, 3, 12, 12), torch.randint(4, (6,))
-
-
 @each_of("level", nvidia_apex.LEVELS)
 @each_of("accumulate", [1, 3])
 def test_a_step_under_amp_is_the_step_in_fp32(level, accumulate, amp):
     results = []
     for name in ("fp32", level):
-        trainer = amp_trainer(name, accumulation_steps=accumulate, max_grad_norm=0.5)
+        torch.manual_seed(0)
+        optimizer = build_optimizer(model := Smooth(), "sgd", 0.1, 1e-3)
+        settings = {"accumulation_steps": accumulate, "max_grad_norm": 0.5}
+        settings["precision"] = choose_precision(name, torch.device("cpu"))
+        trainer = make_trainer(model, optimizer, **settings)
         for _ in range(3):
-            trainer.train_step(*images_and_labels())
+            trainer.train_step(torch.randn(6, 3, 12, 12), torch.randint(4, (6,)))
         results.append((trainer.sums.values.clone(), *trainer.model.state_dict().values()))
     assert amp.calls.pop() == level.removeprefix("apex_")
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)

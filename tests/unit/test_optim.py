@@ -270,17 +270,6 @@ def test_a_grad_scaler_unscales_and_skips(name, bad):
     optimizer.step()
 
 
-@pytest.mark.skipif(not supports_fused_optimizers([torch.zeros(1)]), reason="not of this torch")
-def test_adams_fused_kernel_is_used_where_it_can(monkeypatch):
-    monkeypatch.setattr(adam, "update_moments", None)  # of the other way
-    w, m, v, grads = ([torch.ones(4, 3, 1, 1), torch.ones(7)] for _ in range(4))
-    grads[0] = grads[0].to(memory_format=torch.channels_last)  # the same order in memory
-    assert grads[0].stride() != w[0].stride()
-    step = {"steps": torch.tensor(3.0).double(), "active": None, "betas": (0.9, 0.99)}
-    step = adam.AdamStep(**step, eps=1e-6, weight_decay=0.1)
-    adam.adam_update_(w, m, v, grads=grads, adam=step)
-
-
 WAYS = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
 
 
