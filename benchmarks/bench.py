@@ -1,10 +1,8 @@
 """What all benchmarks share: sides that take turns, tables of ratios, bars, a JSON file.
 
-    sides = {"plain": partial(bench.Remote, plain), "ours": partial(bench.Remote, ours)}
-    rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4, budget=budget)
-    return bench.finish(args, [bench.Bar("resnet50", rows["ours"].ratio, 2.7)], ...)
-
-With --quick the number of rounds follows the speed of the machine: see `Budget` and `take_turns`.
+sides = {"plain": partial(bench.Remote, plain), "ours": partial(bench.Remote, ours)}
+rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4)
+return bench.finish(args, [bench.Bar("resnet50", rows["ours"].ratio, 2.7)], ...)
 """
 
 from __future__ import annotations
@@ -36,10 +34,7 @@ from training import run_log
 Name = TypeVar("Name")  # of a side
 Value = TypeVar("Value")  # what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
-# Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
-# last round, and what comes after it.
-QUICK_SECONDS = 240.0
+QUICK_ROUNDS = 3  # that a median needs
 
 
 @dataclass(frozen=True)
@@ -181,52 +176,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-class Budget:
-    """The time of a benchmark, in equal shares for its measurements: limited with --quick.
-
-    What a measurement leaves of its share goes to those after it.
-
-    Args:
-        quick: whether there is a limit, of `QUICK_SECONDS`.
-        measurements: number of them.
-    """
-
-    def __init__(self, quick: bool, measurements: int) -> None:
-        self.end = time.perf_counter() + (QUICK_SECONDS if quick else math.inf)
-        self.left = measurements
-
-    def next_deadline(self) -> float:
-        """Return the value of time.perf_counter() at which the next measurement's share ends.
-
-        To be called before the measurement's preparations, which belong to its share.
-        """
-        now = time.perf_counter()
-        share = max(0.0, self.end - now) / self.left
-        self.left -= 1
-        return now + share
-
-
-def take_turns(
-    sides: Mapping[Name, Callable[[], Value]], rounds: int, *, deadline: float = math.inf
-) -> dict[Name, list[Value]]:
-    """Call each side in each round and return its values, one per round.
-
-    Args:
-        sides: by name; a different one comes first in each round.
-        rounds: largest number of rounds.
-        deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
-            pass it if it took as long as the one before.
-    """
+def take_turns(sides: Mapping[Name, Callable[[], Value]], rounds: int) -> dict[Name, list[Value]]:
+    """Call each side in each round, a different one first, and return its values, one per round."""
     values: dict[Name, list[Value]] = {name: [] for name in sides}
     names = list(sides)
-    now = time.perf_counter()
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             values[name].append(sides[name]())
-        before, now = now, time.perf_counter()
-        if turn + 1 >= MIN_BLOCKS and now + (now - before) > deadline:
-            break
     return values
 
 
@@ -236,7 +193,6 @@ def compare(
     *,
     rounds: int,
     seconds: float,
-    budget: Budget,
 ) -> tuple[dict[str, Row], dict[str, int]]:
     """Measure sides over the first one, in pairs, each after untimed turns.
 
@@ -245,9 +201,8 @@ def compare(
     Args:
         starts: starts the process of each side, by its name; the first is the baseline.
         title: of the rows, before the name of the side.
-        rounds: largest number of rounds.
+        rounds: number of rounds.
         seconds: of a side in a round.
-        budget: a share of which each pair takes.
 
     Returns:
         The row over the baseline and the peak memory in bytes of each side, the baseline included,
@@ -261,13 +216,12 @@ def compare(
     memory: dict[str, int] = {}
     rates_of_baseline: list[float] = []
     for other in others:
-        deadline = budget.next_deadline()
         remotes = {name: starts[name]() for name in (baseline, other)}
         try:
             for remote in remotes.values():
                 remote.ask("warm up", seconds)
             turns = {name: partial(each.ask, "rate", seconds) for name, each in remotes.items()}
-            rates = take_turns(turns, rounds, deadline=deadline)
+            rates = take_turns(turns, rounds)
             memory = {name: each.ask("memory") for name, each in remotes.items()} | memory
         finally:
             for remote in remotes.values():

@@ -42,7 +42,7 @@ OURS = {
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
 # Rounds, and seconds of each side in a round; with --quick and without.
-SIZES = {True: (3, 4.0), False: (5, 8.0)}
+SIZES = {True: (bench.QUICK_ROUNDS, 4.0), False: (5, 8.0)}
 
 
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
@@ -88,7 +88,7 @@ def default_sides(quick: bool) -> list[str]:
 
 
 def measure_script(
-    name: str, sides: list[str], data_dir: str, *, quick: bool, budget: bench.Budget
+    name: str, sides: list[str], data_dir: str, *, quick: bool
 ) -> tuple[dict[str, bench.Row], dict[str, int], int]:
     """Measure the sides of a script over the first one and print their table.
 
@@ -108,7 +108,7 @@ def measure_script(
         else:
             work = peer_steps, side, recipe, data_dir, batch
         starts[side] = partial(bench.Remote, *work)
-    rows, memory = bench.compare(starts, name, rounds=rounds, seconds=seconds, budget=budget)
+    rows, memory = bench.compare(starts, name, rounds=rounds, seconds=seconds)
     columns = ["samples/s", f"x {sides[0]}", "spread", "peak GiB", "rounds"]
     lines = [[f"{name}, batch {batch}", *columns]]
     for side, row in rows.items():
@@ -148,10 +148,9 @@ def main() -> int:
     memories: dict[str, Any] = {}
     batches: dict[str, int] = {}
     names = [args.only] if args.only else list(trainers.SCRIPTS)
-    budget = bench.Budget(args.quick, len(names) * (len(sides) - 1))
     for name in names:
         measured, memories[name], batches[name] = measure_script(
-            name, sides, args.data_dir, quick=args.quick, budget=budget
+            name, sides, args.data_dir, quick=args.quick
         )
         rows += measured.values()
         if not args.sides:
