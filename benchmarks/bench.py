@@ -29,7 +29,7 @@ from backends.execution import compile_seconds
 from backends.machine import commit_or_none, device_name
 from cli.flag_parser import path_text
 from errors import InputError
-from training import run_log
+from training.atomic_file import atomic_write_text
 
 Name = TypeVar("Name")  # of a side
 Value = TypeVar("Value")  # what a turn measures
@@ -39,16 +39,11 @@ QUICK_ROUNDS = 3  # that a median needs
 
 @dataclass(frozen=True)
 class Row:
-    """A measured pair: samples/s of ours and of the peer, in each round."""
+    """A measured pair: samples/s, or steps/s, of ours and of the peer, in each round."""
 
     name: str
     ours: list[float]
     peer: list[float]
-
-    @classmethod
-    def of_seconds(cls, name: str, ours: Sequence[float], peer: Sequence[float]) -> Row:
-        """Make a row of rates from the seconds that a step took."""
-        return cls(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
 
     @property
     def ratios(self) -> list[float]:
@@ -313,25 +308,22 @@ def finish(
     """
     took = time.perf_counter() - settings.started
     print(f"{took:.0f} s")
-    facts = {"machine": machine, "took": took, "quick": settings.quick, **facts}
-    write_json(settings.json, list(rows), bars, **facts)
+    written = []
     for bar in bars:
         name, result = bar.name.replace(" ", "_"), "holds" if bar.holds else "short"
         print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {result}")
+        # JSON has no infinity, of a target that is not reached
+        measured = bar.measured if math.isfinite(bar.measured) else None
+        written.append({**asdict(bar), "measured": measured, "holds": bar.holds})
+    if settings.json:
+        everything = {
+            "machine": machine,
+            "took": took,
+            "quick": settings.quick,
+            **facts,
+            "commit": commit_or_none(),
+            "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
+            "bars": written,
+        }
+        atomic_write_text(Path(settings.json), json.dumps(everything, indent=2) + "\n")
     return int(not all(bar.holds for bar in bars))
-
-
-def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **facts: Any) -> None:
-    """Write everything measured to the file of --json, if it was given."""
-    if path is None:
-        return
-    written = [{**asdict(bar), "holds": bar.holds} for bar in bars]
-    for bar in written:  # JSON has no infinity, of a target that is not reached
-        bar["measured"] = bar["measured"] if math.isfinite(bar["measured"]) else None
-    everything = {
-        **facts,
-        "commit": commit_or_none(),
-        "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": written,
-    }
-    run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

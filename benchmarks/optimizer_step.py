@@ -169,12 +169,12 @@ def measure(workload: Workload, quick: bool, *, with_passes: bool) -> dict[str, 
     calls: dict[str, Callable[[], float]] = dict(build_sides(workload))
     slow = passes(workload, quick) if with_passes else {}
     seconds = bench.take_turns(calls | slow, bench.QUICK_ROUNDS if quick else ROUNDS)
-    ours = seconds[OURS]
-    lines = [[f"{workload.name}, {len(ours)} rounds", "ms/step", "x ours", "spread"]]
+    rates = {name: [1 / each for each in taken] for name, taken in seconds.items()}
+    lines = [[f"{workload.name}, {len(rates[OURS])} rounds", "ms/step", "x ours", "spread"]]
     rows = {}
     for name, taken in seconds.items():
         # The ratio of the rates, ours over the other's, is the other's time in units of ours.
-        rows[name] = row = bench.Row.of_seconds(f"{workload.name} {name}", ours, taken)
+        rows[name] = row = bench.Row(f"{workload.name} {name}", rates[OURS], rates[name])
         milliseconds = f"{1000 * statistics.median(taken):.1f}"
         lines.append([name, milliseconds, f"{row.ratio:.2f}", bench.spread(row.ratios)])
     print("\n" + bench.aligned(lines))
