@@ -27,7 +27,7 @@ import torch
 from backends.device import peak_memory
 from backends.execution import compile_seconds
 from backends.machine import commit_or_none, device_name
-from cli.flag_parser import path_text
+from cli.flag_parser import FlagParser, path_text, switch
 from errors import InputError
 from training.atomic_file import atomic_write_text
 
@@ -87,9 +87,6 @@ class Remote:
     one step and returns its number of samples; both must be picklable. Between its turns the
     process is stopped, with its DataLoader's workers: they would fill their queues, and threads of
     OpenMP wait actively, in the time of the other sides.
-
-    Args:
-        make, arguments: see above.
     """
 
     def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
@@ -230,26 +227,20 @@ def compare(
 # -------------------------------------------------------------------- showing
 
 
-def parser(description: str | None, *, reads_data: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has, and with --data_dir for some."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser(description: str | None) -> FlagParser:
+    """Return a parser with the flags that every benchmark has."""
+    parser = FlagParser(description)
     parser.set_defaults(started=time.perf_counter())
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds: at most five minutes on two cores"
-    )
-    parser.add_argument("--json", type=path_text, metavar="FILE", help="write everything measured")
-    if reads_data:
-        parser.add_argument(
-            "--data_dir",
-            type=path_text,
-            default=os.environ.get("DATA_DIR") or "./data",
-            help="folder of the data sets (default $DATA_DIR or ./data)",
-        )
+    add = parser.group("flags of every benchmark")
+    add("--quick", switch, False, "fewer rounds: at most five minutes on two cores")
+    add("--json", path_text, None, "file for everything measured", metavar="FILE")
     return parser
+
+
+def add_data_dir(parser: FlagParser) -> None:
+    """Add --data_dir, which is that of the entry scripts."""
+    usual = os.environ.get("DATA_DIR") or "./data"
+    parser.group("data")("--data_dir", path_text, usual, "folder of the data sets", metavar="DIR")
 
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
@@ -299,8 +290,6 @@ def finish(
 
     Args:
         settings: the arguments of `parser`.
-        bars, rows: what was measured.
-        machine: see `machine`.
         facts: further entries of the file.
 
     Returns:

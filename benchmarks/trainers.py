@@ -79,10 +79,7 @@ def open_script(
 def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
     """Open one of `SCRIPTS` with a run folder that goes, ready for its first training step.
 
-    Args:
-        name: of the script.
-        flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none, and --backend
-            eager.
+    Without --optimizer in the flags it is that of `OPTIMIZERS`, without --backend it is eager.
     """
     script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as folder:
