@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if checkpoint and settings.evaluate:
             return factory.evaluate_checkpoint(settings, run, data)
         settings = text_classification.with_epochs(settings, run, data)
-        model = text_classification.create_model(settings, run, data.metadata)
+        model = text_classification.create_model(settings, run, data)
 
         data = fine_tuning.begin_with_weights(settings, run, model, saved, data)
         loss = factory.create_loss(

@@ -13,6 +13,7 @@ else is the peer's: a step first sets the filters' norms back, and no weight dec
 
 import argparse
 import hashlib
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -23,11 +24,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from backends.device import keep_freed_memory
 from benchmarks.peer_log import PeerLog, peer_parser
-from cli.flag_parser import file_path
+from cli.flag_parser import FlagParser, file_path
 from errors import InputError, exit_code, first_line
 from input_pipeline.image_datasets import ImageSplit, read_image_splits
 from models.averaged_views import VIEWS
@@ -149,39 +151,31 @@ def train(args: argparse.Namespace, source: ModuleType, log: PeerLog) -> None:
     with log.clock("compile"):
         warm_up(source, net, forward, loader, autocast)
 
+    numbers = itertools.count()  # of the steps
+
     def evaluate() -> dict[str, Any]:
         with autocast:
             results = {"test_accuracy": accuracy(source, net, test_loader, 0)}
-            if epoch + 1 == args.epochs:
+            if len(log.rows) + 1 == args.epochs:
                 results["test_accuracy_views"] = accuracy(source, net, test_loader, ALL_VIEWS)
                 results["views"] = VIEWS["mirror_shift"]
         return results
 
-    for epoch in range(args.epochs):
-        net.train()
-        loss_sum, num_correct, first_step = 0.0, 0, epoch * len(loader)
-        with log.clock("train"):
-            for step, (inputs, labels) in enumerate(loader, first_step):
-                set_rates(optimizers, step, steps)
-                with autocast:
-                    outputs = forward(inputs, whiten_bias_grad=step < bias_steps(steps))
-                loss = F.cross_entropy(
-                    outputs.float(), labels, label_smoothing=LABEL_SMOOTHING, reduction="sum"
-                )
-                loss.backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                net.zero_grad(set_to_none=True)
-                loss_sum += loss.item()
-                num_correct += int((outputs.argmax(1) == labels).sum())
-        log.end_epoch(
-            steps=len(loader),
-            batch_size=loader.batch_size,
-            loss_sum=loss_sum,
-            num_correct=num_correct,
-            lr=optimizers[1].param_groups[0]["lr"],
-            evaluate=evaluate,
+    def step(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float, float]:
+        number = next(numbers)
+        set_rates(optimizers, number, steps)
+        with autocast:
+            outputs = forward(inputs, whiten_bias_grad=number < bias_steps(steps))
+        loss = F.cross_entropy(
+            outputs.float(), labels, label_smoothing=LABEL_SMOOTHING, reduction="sum"
         )
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        net.zero_grad(set_to_none=True)
+        return outputs, loss.item(), optimizers[1].param_groups[0]["lr"]
+
+    log.train(net, loader, step, evaluate)
 
 
 def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: Any) -> None:
@@ -198,7 +192,7 @@ def warm_up(source: ModuleType, net: Any, forward: Any, loader: Any, autocast: A
         net.zero_grad(set_to_none=True)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> FlagParser:
     flags = peer_parser(__doc__, epochs=EPOCHS)
     add = flags.add_argument
     add("--source", type=file_path, required=True, help="airbench94_muon.py of a clone")

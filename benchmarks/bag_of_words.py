@@ -58,7 +58,9 @@ def pipeline(name: str, cache: str) -> Pipeline:
 
 
 def main() -> int:
-    args = bench.parser(__doc__, reads_data=True).parse_args()
+    parser = bench.parser(__doc__)
+    bench.add_data_dir(parser)
+    args = parser.parse_args()
     splits, _ = text_datasets.read_text_splits("agnews", args.data_dir)
     train, test = splits["train"], splits["test"]
     labels, groups = torch.as_tensor(train.labels), read_groups(LOGS)

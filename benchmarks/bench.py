@@ -1,10 +1,8 @@
 """What all benchmarks share: sides that take turns, tables of ratios, bars, a JSON file.
 
-    sides = {"plain": partial(bench.Remote, plain), "ours": partial(bench.Remote, ours)}
-    rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4, budget=budget)
-    return bench.finish(args, [bench.Bar("resnet50", rows["ours"].ratio, 2.7)], ...)
-
-With --quick the number of rounds follows the speed of the machine: see `Budget` and `take_turns`.
+sides = {"plain": partial(bench.Remote, plain), "ours": partial(bench.Remote, ours)}
+rows, _ = bench.compare(sides, "resnet50", rounds=9, seconds=4)
+return bench.finish(args, [bench.Bar("resnet50", rows["ours"].ratio, 2.7)], ...)
 """
 
 from __future__ import annotations
@@ -29,31 +27,23 @@ import torch
 from backends.device import peak_memory
 from backends.execution import compile_seconds
 from backends.machine import commit_or_none, device_name
-from cli.flag_parser import path_text
+from cli.flag_parser import FlagParser, path_text, switch
 from errors import InputError
-from training import run_log
+from training.atomic_file import atomic_write_text
 
 Name = TypeVar("Name")  # of a side
 Value = TypeVar("Value")  # what a turn measures
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MIN_BLOCKS = 3  # blocks of each side that a median needs, however slow the machine is
-# Seconds of --quick in which measurements take turns: the rest of five minutes is for imports, the
-# last round, and what comes after it.
-QUICK_SECONDS = 240.0
+QUICK_ROUNDS = 3  # that a median needs
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured pair: samples/s of ours and of the peer, in each round."""
+    """A measured pair: samples/s, or steps/s, of ours and of the peer, in each round."""
 
     name: str
     ours: list[float]
     peer: list[float]
-
-    @classmethod
-    def of_seconds(cls, name: str, ours: Sequence[float], peer: Sequence[float]) -> Row:
-        """Make a row of rates from the seconds that a step took."""
-        return cls(name, [1 / taken for taken in ours], [1 / taken for taken in peer])
 
     @property
     def ratios(self) -> list[float]:
@@ -97,9 +87,6 @@ class Remote:
     one step and returns its number of samples; both must be picklable. Between its turns the
     process is stopped, with its DataLoader's workers: they would fill their queues, and threads of
     OpenMP wait actively, in the time of the other sides.
-
-    Args:
-        make, arguments: see above.
     """
 
     def __init__(self, make: Callable[..., Iterator[int]], *arguments: Any) -> None:
@@ -181,52 +168,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-class Budget:
-    """The time of a benchmark, in equal shares for its measurements: limited with --quick.
-
-    What a measurement leaves of its share goes to those after it.
-
-    Args:
-        quick: whether there is a limit, of `QUICK_SECONDS`.
-        measurements: number of them.
-    """
-
-    def __init__(self, quick: bool, measurements: int) -> None:
-        self.end = time.perf_counter() + (QUICK_SECONDS if quick else math.inf)
-        self.left = measurements
-
-    def next_deadline(self) -> float:
-        """Return the value of time.perf_counter() at which the next measurement's share ends.
-
-        To be called before the measurement's preparations, which belong to its share.
-        """
-        now = time.perf_counter()
-        share = max(0.0, self.end - now) / self.left
-        self.left -= 1
-        return now + share
-
-
-def take_turns(
-    sides: Mapping[Name, Callable[[], Value]], rounds: int, *, deadline: float = math.inf
-) -> dict[Name, list[Value]]:
-    """Call each side in each round and return its values, one per round.
-
-    Args:
-        sides: by name; a different one comes first in each round.
-        rounds: largest number of rounds.
-        deadline: value of time.perf_counter(); after `MIN_BLOCKS` rounds, none starts that would
-            pass it if it took as long as the one before.
-    """
+def take_turns(sides: Mapping[Name, Callable[[], Value]], rounds: int) -> dict[Name, list[Value]]:
+    """Call each side in each round, a different one first, and return its values, one per round."""
     values: dict[Name, list[Value]] = {name: [] for name in sides}
     names = list(sides)
-    now = time.perf_counter()
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             values[name].append(sides[name]())
-        before, now = now, time.perf_counter()
-        if turn + 1 >= MIN_BLOCKS and now + (now - before) > deadline:
-            break
     return values
 
 
@@ -236,7 +185,6 @@ def compare(
     *,
     rounds: int,
     seconds: float,
-    budget: Budget,
 ) -> tuple[dict[str, Row], dict[str, int]]:
     """Measure sides over the first one, in pairs, each after untimed turns.
 
@@ -245,9 +193,8 @@ def compare(
     Args:
         starts: starts the process of each side, by its name; the first is the baseline.
         title: of the rows, before the name of the side.
-        rounds: largest number of rounds.
+        rounds: number of rounds.
         seconds: of a side in a round.
-        budget: a share of which each pair takes.
 
     Returns:
         The row over the baseline and the peak memory in bytes of each side, the baseline included,
@@ -261,13 +208,12 @@ def compare(
     memory: dict[str, int] = {}
     rates_of_baseline: list[float] = []
     for other in others:
-        deadline = budget.next_deadline()
         remotes = {name: starts[name]() for name in (baseline, other)}
         try:
             for remote in remotes.values():
                 remote.ask("warm up", seconds)
             turns = {name: partial(each.ask, "rate", seconds) for name, each in remotes.items()}
-            rates = take_turns(turns, rounds, deadline=deadline)
+            rates = take_turns(turns, rounds)
             memory = {name: each.ask("memory") for name, each in remotes.items()} | memory
         finally:
             for remote in remotes.values():
@@ -281,26 +227,20 @@ def compare(
 # -------------------------------------------------------------------- showing
 
 
-def parser(description: str | None, *, reads_data: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the flags that every benchmark has, and with --data_dir for some."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser(description: str | None) -> FlagParser:
+    """Return a parser with the flags that every benchmark has."""
+    parser = FlagParser(description)
     parser.set_defaults(started=time.perf_counter())
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rounds: at most five minutes on two cores"
-    )
-    parser.add_argument("--json", type=path_text, metavar="FILE", help="write everything measured")
-    if reads_data:
-        parser.add_argument(
-            "--data_dir",
-            type=path_text,
-            default=os.environ.get("DATA_DIR") or "./data",
-            help="folder of the data sets (default $DATA_DIR or ./data)",
-        )
+    add = parser.group("flags of every benchmark")
+    add("--quick", switch, False, "fewer rounds: at most five minutes on two cores")
+    add("--json", path_text, None, "file for everything measured", metavar="FILE")
     return parser
+
+
+def add_data_dir(parser: FlagParser) -> None:
+    """Add --data_dir, which is that of the entry scripts."""
+    usual = os.environ.get("DATA_DIR") or "./data"
+    parser.group("data")("--data_dir", path_text, usual, "folder of the data sets", metavar="DIR")
 
 
 def machine(device: torch.device, packages: Sequence[str]) -> str:
@@ -350,8 +290,6 @@ def finish(
 
     Args:
         settings: the arguments of `parser`.
-        bars, rows: what was measured.
-        machine: see `machine`.
         facts: further entries of the file.
 
     Returns:
@@ -359,25 +297,22 @@ def finish(
     """
     took = time.perf_counter() - settings.started
     print(f"{took:.0f} s")
-    facts = {"machine": machine, "took": took, "quick": settings.quick, **facts}
-    write_json(settings.json, list(rows), bars, **facts)
+    written = []
     for bar in bars:
         name, result = bar.name.replace(" ", "_"), "holds" if bar.holds else "short"
         print(f"BAR {name} measured={bar.measured:.3f} wanted={bar.wanted:.3f} {result}")
+        # JSON has no infinity, of a target that is not reached
+        measured = bar.measured if math.isfinite(bar.measured) else None
+        written.append({**asdict(bar), "measured": measured, "holds": bar.holds})
+    if settings.json:
+        everything = {
+            "machine": machine,
+            "took": took,
+            "quick": settings.quick,
+            **facts,
+            "commit": commit_or_none(),
+            "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
+            "bars": written,
+        }
+        atomic_write_text(Path(settings.json), json.dumps(everything, indent=2) + "\n")
     return int(not all(bar.holds for bar in bars))
-
-
-def write_json(path: str | None, rows: Sequence[Row], bars: Sequence[Bar], **facts: Any) -> None:
-    """Write everything measured to the file of --json, if it was given."""
-    if path is None:
-        return
-    written = [{**asdict(bar), "holds": bar.holds} for bar in bars]
-    for bar in written:  # JSON has no infinity, of a target that is not reached
-        bar["measured"] = bar["measured"] if math.isfinite(bar["measured"]) else None
-    everything = {
-        **facts,
-        "commit": commit_or_none(),
-        "rows": [{**asdict(row), "ratios": row.ratios, "ratio": row.ratio} for row in rows],
-        "bars": written,
-    }
-    run_log.atomic_write_text(Path(path), json.dumps(everything, indent=2) + "\n")

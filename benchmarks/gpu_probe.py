@@ -111,9 +111,9 @@ def main() -> int:
     machine = bench.machine(bench.DEVICE, ("torch", "torchvision"))
     print(machine, flush=True)
     result = measure_steps(args.what, args.more, args.quick)
+    code = bench.finish(args, [], machine=machine, flags=args.more, results=[result])
     print(show(result), flush=True)
-    bench.write_json(args.json, [], [], machine=machine, flags=args.more, results=[result])
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """The log of a peer that has a loop of its own: files and rows as of the entry scripts.
 
 log = PeerLog(args, "plain PyTorch", precision="fp32", command="python -m ...")
-log.end_epoch(steps=390, batch_size=128, loss_sum=2e4, num_correct=9, lr=0.1, evaluate=f)
+log.train(model, batches, step, evaluate)
 """
 
 import argparse
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from backends.device import peak_memory
 from backends.machine import describe_machine
-from cli.flag_parser import count, file_path, natural, path_text
+from benchmarks.bench import add_data_dir
+from cli.flag_parser import FlagParser, count, file_path, natural
 from errors import InputError
 from training.run_folder import lock_run_folder
 from training.run_log import RunLog
@@ -25,13 +26,12 @@ CPU = torch.device("cpu")
 FOLDERS = ("source", "out", "data_dir")  # of this machine, which no log names
 
 
-def peer_parser(doc: str | None, *, epochs: int) -> argparse.ArgumentParser:
+def peer_parser(doc: str | None, *, epochs: int) -> FlagParser:
     """Return a parser of the flags that all peers have; `epochs` is the default of --epochs."""
-    parser = argparse.ArgumentParser(description=doc)
+    parser = FlagParser(doc)
+    add_data_dir(parser)
     add = parser.add_argument
     add("--out", type=file_path, required=True, help="a new folder for the log")
-    data_dir = os.environ.get("DATA_DIR") or "./data"
-    add("--data_dir", type=path_text, default=data_dir, help="as of the entry scripts")
     add("--epochs", type=count, default=epochs)
     add("--seed", type=natural, default=0)
     add("--threads", type=natural, default=0, help="0 is torch's own choice")
@@ -69,7 +69,7 @@ class PeerLog:
             "precision": precision,
             "command": command,
         }
-        self.rows: list[dict[str, Any]] = []
+        self.epochs, self.rows = args.epochs, list[dict[str, Any]]()
         self.seconds = dict.fromkeys(("train", "compile", "eval"), 0.0)
         self.log = RunLog(folder, True, config=config)
         self.log.begin([], epochs=args.epochs)
@@ -81,45 +81,50 @@ class PeerLog:
         yield
         self.seconds[what] += time.perf_counter() - start
 
-    def end_epoch(
+    def train(
         self,
-        *,
-        steps: int,
-        batch_size: int,
-        loss_sum: float,
-        num_correct: int,
-        lr: float,
+        model: nn.Module,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        step: Callable[[Tensor, Tensor], tuple[Tensor, float, float]],
         evaluate: Callable[[], dict[str, Any]],
     ) -> None:
-        """Evaluate, and write the row of an epoch.
+        """Train and evaluate for all epochs, and write a row for each.
 
         Args:
-            steps: of this epoch, each of `batch_size` samples.
-            loss_sum: over the epoch's samples.
-            num_correct: of the epoch's samples.
-            lr: rate of the last step.
+            batches: inputs and labels of an epoch; all batches have the same size.
+            step: takes a step; returns outputs, the sum of the losses, and the learning rate.
             evaluate: returns the results, such as test_accuracy in 0..1.
         """
-        with self.clock("eval"):
-            results = evaluate()
-        epoch, samples = len(self.rows) + 1, steps * batch_size
-        train_seconds = self.seconds["train"] - sum(row["train_seconds"] for row in self.rows)
-        row = {
-            "epoch": epoch,
-            "step": epoch * steps,
-            "samples": epoch * samples,
-            "seconds": sum(self.seconds.values()),
-            "train_seconds": train_seconds,
-            "compile_seconds": self.seconds["compile"],
-            "eval_seconds": self.seconds["eval"],
-            "samples_per_second": samples / train_seconds,
-            "train_loss": loss_sum / samples,
-            "train_accuracy": num_correct / samples,
-            **results,
-            "lr": lr,
-            "batch_size": batch_size,
-            "devices": 1,
-            "peak_memory_bytes": peak_memory(CPU),
-        }
-        self.rows.append(row)
-        self.log.epoch(self.rows)
+        for epoch in range(1, self.epochs + 1):
+            model.train()
+            steps, loss_sum, num_correct = 0, 0.0, 0
+            with self.clock("train"):
+                for inputs, labels in batches:
+                    outputs, loss, lr = step(inputs, labels)
+                    steps += 1
+                    loss_sum += loss
+                    num_correct += int((outputs.argmax(1) == labels).sum())
+            with self.clock("eval"):
+                results = evaluate()
+            samples = steps * len(labels)
+            # of the first epoch with what was done before it
+            train_seconds = self.seconds["train"] - sum(row["train_seconds"] for row in self.rows)
+            row = {
+                "epoch": epoch,
+                "step": epoch * steps,
+                "samples": epoch * samples,
+                "seconds": sum(self.seconds.values()),
+                "train_seconds": train_seconds,
+                "compile_seconds": self.seconds["compile"],
+                "eval_seconds": self.seconds["eval"],
+                "samples_per_second": samples / train_seconds,
+                "train_loss": loss_sum / samples,
+                "train_accuracy": num_correct / samples,
+                **results,
+                "lr": lr,
+                "batch_size": len(labels),
+                "devices": 1,
+                "peak_memory_bytes": peak_memory(CPU),
+            }
+            self.rows.append(row)
+            self.log.epoch(self.rows)

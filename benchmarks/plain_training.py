@@ -36,7 +36,7 @@ from torchvision import datasets, transforms
 
 from benchmarks import bench, trainers
 from benchmarks.peer_log import PeerLog, peer_parser
-from cli.flag_parser import below_one, count, positive
+from cli.flag_parser import FlagParser, below_one, count, positive
 from errors import exit_code
 from input_pipeline import text_datasets
 
@@ -171,31 +171,20 @@ def train_to_the_end(recipe: Recipe, args: argparse.Namespace, log: PeerLog) -> 
         correct = (int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in evaluated)
         return {name: sum(correct) / len(evaluated.dataset)}  # type: ignore[arg-type]
 
-    for _ in range(args.epochs):
-        model.train()
-        loss_sum, num_correct = 0.0, 0
-        with log.clock("train"):
-            for inputs, labels in batches:
-                optimizer.zero_grad()
-                outputs = model(inputs)
-                loss = F.cross_entropy(outputs, labels)
-                loss.backward()
-                optimizer.step()
-                lr = float(schedule.get_last_lr()[0])
-                schedule.step()
-                loss_sum += loss.item() * len(labels)
-                num_correct += int((outputs.argmax(1) == labels).sum())
-        log.end_epoch(
-            steps=len(batches),
-            batch_size=args.bs,
-            loss_sum=loss_sum,
-            num_correct=num_correct,
-            lr=lr,
-            evaluate=evaluate,
-        )
+    def step(inputs: Tensor, labels: Tensor) -> tuple[Tensor, float, float]:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        lr = float(schedule.get_last_lr()[0])
+        schedule.step()
+        return outputs, loss.item() * len(labels), lr
+
+    log.train(model, batches, step, evaluate)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> FlagParser:
     flags = peer_parser(__doc__, epochs=50)
     add = flags.add_argument
     add("--arch", default="resnet50")

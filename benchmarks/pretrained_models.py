@@ -9,7 +9,6 @@ timm:tf_efficientnet_lite0`), and the data sets of `IMAGES` and `TEXTS`: a few r
 """
 
 import csv
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks.bench import add_data_dir
 from cli.flag_parser import FlagParser, path_text
 from errors import InputError, exit_code
 from input_pipeline import image_datasets, text_datasets
@@ -105,7 +105,7 @@ def write_texts(folder: Path, data_dir: str, *, rows: int) -> None:
     for name, split, chosen in (
         ("train", "train", train),
         ("val", "test", val),
-        ("test",) * 2 + (test,),
+        ("test", "test", test),
     ):
         part = splits[split].select_rows(chosen)
         with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
@@ -117,8 +117,7 @@ def write_texts(folder: Path, data_dir: str, *, rows: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = FlagParser(__doc__)
     parser.add_argument("folder", type=path_text)
-    usual = os.environ.get("DATA_DIR") or "./data"
-    parser.add_argument("--data_dir", type=path_text, default=usual)
+    add_data_dir(parser)
     args = parser.parse_args(arguments)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)

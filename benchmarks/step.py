@@ -42,7 +42,7 @@ OURS = {
 }
 PEERS = ("compiled", "as timm")  # besides plain; both compile
 # Rounds, and seconds of each side in a round; with --quick and without.
-SIZES = {True: (3, 4.0), False: (5, 8.0)}
+SIZES = {True: (bench.QUICK_ROUNDS, 4.0), False: (5, 8.0)}
 
 
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
@@ -77,18 +77,8 @@ def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator
         yield len(labels)
 
 
-def default_sides(quick: bool) -> list[str]:
-    """Return plain and the sides that are compared with it.
-
-    Where a processor does not compute in bf16, the default precision is fp32 as well.
-    """
-    twice = not has_bf16(bench.DEVICE) and not torch.cuda.is_available()
-    ours = [side for side in OURS if "ort" not in side and not (twice and "fp32" in side)]
-    return [PLAIN, ours[0]] if quick else [PLAIN, ours[0], *PEERS, *ours[1:]]
-
-
 def measure_script(
-    name: str, sides: list[str], data_dir: str, *, quick: bool, budget: bench.Budget
+    name: str, sides: list[str], data_dir: str, *, quick: bool
 ) -> tuple[dict[str, bench.Row], dict[str, int], int]:
     """Measure the sides of a script over the first one and print their table.
 
@@ -108,7 +98,7 @@ def measure_script(
         else:
             work = peer_steps, side, recipe, data_dir, batch
         starts[side] = partial(bench.Remote, *work)
-    rows, memory = bench.compare(starts, name, rounds=rounds, seconds=seconds, budget=budget)
+    rows, memory = bench.compare(starts, name, rounds=rounds, seconds=seconds)
     columns = ["samples/s", f"x {sides[0]}", "spread", "peak GiB", "rounds"]
     lines = [[f"{name}, batch {batch}", *columns]]
     for side, row in rows.items():
@@ -130,13 +120,16 @@ def create_bars(name: str, measured: dict[str, bench.Row]) -> list[bench.Bar]:
 
 
 def main() -> int:
-    parser = bench.parser(__doc__, reads_data=True)
+    parser = bench.parser(__doc__)
+    bench.add_data_dir(parser)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
     peers = [PLAIN, *PEERS]
     every = [*peers, *(peer + OUR_ALLOCATOR for peer in peers), *OURS]
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
-    sides = [*dict.fromkeys(args.sides or default_sides(args.quick))]
+    ours = [side for side in OURS if "ort" not in side]
+    usual = [PLAIN, ours[0]] if args.quick else [PLAIN, ours[0], *PEERS, *ours[1:]]
+    sides = [*dict.fromkeys(args.sides or usual)]
     if len(sides) < 2:
         parser.error("--sides: name two or more different ones")
     timm = ["timm"] if any("as timm" in side for side in sides) else []
@@ -148,10 +141,9 @@ def main() -> int:
     memories: dict[str, Any] = {}
     batches: dict[str, int] = {}
     names = [args.only] if args.only else list(trainers.SCRIPTS)
-    budget = bench.Budget(args.quick, len(names) * (len(sides) - 1))
     for name in names:
         measured, memories[name], batches[name] = measure_script(
-            name, sides, args.data_dir, quick=args.quick, budget=budget
+            name, sides, args.data_dir, quick=args.quick
         )
         rows += measured.values()
         if not args.sides:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.trainers import SCRIPTS, Opened, open_script
+from benchmarks.trainers import SCRIPTS, open_script
 from cli import options
 from cli.settings import Settings
-from distributed.world import TimeLimits, World, init_world
+from distributed.world import TimeLimits, init_world
 from errors import InputError, exit_code, needing
 from optimizers.muon import as_matrix
 from optimizers.param_groups import decay_groups, is_matrix, ngd_groups
@@ -183,16 +183,6 @@ class PeerRun:
     flags: Sequence[str]
     settings: Settings
 
-    def open(self, world: World) -> Opened:
-        """Create the trainer of the peer, with its model and data."""
-        peer = PEERS[self.peer]
-        with needing(self.peer, peer.package):
-            import_module(peer.package)
-        create = partial(peer.create, settings=self.settings)
-        opened = open_script(self.script, self.flags, world, create_optimizer=create)
-        opened.trainer.log.config["peer"] = f"{self.peer}, {peer.package} {version(peer.package)}"
-        return opened
-
 
 def parse(arguments: Sequence[str]) -> PeerRun:
     """Read a peer's name, a script's name, and flags of the script, in any order.
@@ -224,9 +214,14 @@ def parse(arguments: Sequence[str]) -> PeerRun:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     run = parse(sys.argv[1:] if arguments is None else arguments)
+    peer = PEERS[run.peer]
+    with needing(run.peer, peer.package):
+        import_module(peer.package)
+    create = partial(peer.create, settings=run.settings)
     with init_world(run.settings.device, TimeLimits(*run.settings.timeout)) as world:
-        opened = run.open(world)
-        opened.trainer.fit(opened.checkpoint)
+        opened = open_script(run.script, run.flags, world, create_optimizer=create)
+        opened.trainer.log.config["peer"] = f"{run.peer}, {peer.package} {version(peer.package)}"
+        opened.trainer.fit(opened.run.checkpoint)
         opened.trainer.report()
 
 

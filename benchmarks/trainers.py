@@ -24,7 +24,6 @@ from distributed.world import World, init_world
 from errors import InputError
 from models.hugging_face import HF
 from training.batch_sampler import RankBatch
-from training.checkpoint import Checkpoint
 from training.trainer import Trainer
 
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
@@ -41,7 +40,6 @@ class Opened:
     run: Run
     data: Data
     trainer: Trainer
-    checkpoint: Checkpoint | None  # what it goes on from
 
 
 def open_script(
@@ -61,10 +59,7 @@ def open_script(
     task = TASKS[script.SCRIPT]
     run = factory.create_run(settings, script.SCRIPT, world, checkpoint)
     data = task.load_data(settings, run)
-    if task is image_classification:
-        model = image_classification.create_model(settings, run, data.metadata, images=data.train)
-    else:
-        model = task.create_model(settings, run, data.metadata)
+    model = task.create_model(settings, run, data)
     loss = factory.create_loss(
         settings, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup
     )
@@ -77,17 +72,14 @@ def open_script(
     trainer = factory.create_trainer(
         settings, run, data, model=model, optimizer=optimizer, loss=loss, batches=batches
     )
-    return Opened(settings, run, data, trainer, checkpoint)
+    return Opened(settings, run, data, trainer)
 
 
 @contextlib.contextmanager
 def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
     """Open one of `SCRIPTS` with a run folder that goes, ready for its first training step.
 
-    Args:
-        name: of the script.
-        flags: of the script; --optimizer is that of `OPTIMIZERS` if they name none, and --backend
-            eager.
+    Without --optimizer in the flags it is that of `OPTIMIZERS`, without --backend it is eager.
     """
     script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as folder:

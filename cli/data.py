@@ -120,9 +120,6 @@ def use_rows(
     chosen = choose_rows(settings, splits, classes, redrawn=redrawn_by(run))
     if run.world.is_main and chosen.lines:
         print(*chosen.lines, sep="\n", flush=True)
-    learns_anew = run.checkpoint and not run.checkpoint.state["learner"]
-    if learns_anew and run.world.is_main and "held_out" in chosen.splits:
-        print("warning: meta-mixup learns from rows that the run has trained on")
     return chosen.splits, fingerprint
 
 

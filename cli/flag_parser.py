@@ -90,11 +90,8 @@ class Choice:
     ) -> None:
         self.names, self.former, self.also = list(names), former or {}, also
 
-    def __contains__(self, text: str) -> bool:
-        return text in self.names or self.also(text)
-
     def __call__(self, text: str) -> str:
-        if text not in self and text not in self.former:
+        if not (text in self.names or text in self.former or self.also(text)):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
@@ -315,7 +312,6 @@ class FlagParser(argparse.ArgumentParser):
         foreign: names of other projects, with underscores: the flag that they mean, as
             '--backend=compile' where they stand for one of its values, '--opt_args=rank=' for a
             setting of a part; or a sentence that says what there is instead.
-        add_help: whether to add argparse's --help.
     """
 
     def __init__(

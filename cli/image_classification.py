@@ -1,7 +1,7 @@
 """What only the image script builds from flags: its own flags, data, model, predictions, export."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from input_pipeline import csv_tables, image_batches, image_datasets, own_data
 from input_pipeline.augmentation import AUGMENTATIONS, POLICIES, Augmentation
 from input_pipeline.baseline import image_baseline
 from input_pipeline.csv_tables import ColumnChoice
-from input_pipeline.dataset import BatchedDataset
 from input_pipeline.image_batches import FileDecoder, ImageDataset
 from input_pipeline.image_datasets import ImageSplit
 from models import image_models, pretrained
@@ -225,22 +224,16 @@ def create_augmentation(settings: ImageSettings, size: int) -> Augmentation:
     return augmentation
 
 
-def create_model(
-    settings: ImageSettings, run: Run, metadata: Mapping[str, Any], *, images: BatchedDataset
-) -> nn.Module:
-    """The model of --arch, channels_last, on its device.
-
-    Args:
-        images: the training set, from whose pixels some networks take first weights.
-    """
-    arch, channels = settings.arch, metadata["channels"]
+def create_model(settings: ImageSettings, run: Run, data: Data) -> nn.Module:
+    """The model of --arch, channels_last, on its device; some take first weights from images."""
+    arch, metadata, images = settings.arch, data.metadata, data.train
     augmentation = create_augmentation(settings, metadata["size"])
     epochs = range(augmentation.small_epochs)
     sizes = {augmentation.size_of_epoch(number, metadata["size"]) for number in epochs}
     with refused_as(f"--arch {arch}", (InputError,)):
         model = ImageCard.read({**metadata, "flags": vars(settings)}).create_model()
         for size in sorted(sizes):  # those of small_epochs are smaller
-            image_models.checked(model, arch, channels=channels, image_size=size)
+            image_models.checked(model, arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
     if settings.freeze_norms and not settings.freeze:
         pretrained.hold_norms(model)

@@ -185,13 +185,13 @@ def trained_columns(checkpoint: Checkpoint | None) -> ColumnChoice:
     return ColumnChoice(label, tuple(metadata["columns"]))
 
 
-def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) -> nn.Module:
+def create_model(settings: TextSettings, run: Run, data: Data) -> nn.Module:
     """The Transformer, or the encoder of --arch hf:NAME with random weights, on its device.
 
     Raises:
         InputError: --model_args do not go together, or the encoder does not fit the flags.
     """
-    card = TextCard.read({**metadata, "flags": vars(settings)})
+    card = TextCard.read({**data.metadata, "flags": vars(settings)})
     dropout = {"dropout": settings.dropout, "token_dropout": settings.token_dropout}
     is_ours = not card.encoder and not own_parts.is_own(settings.arch)
     with refused_as("--model_args" if is_ours else f"--arch {settings.arch}"):
@@ -203,7 +203,7 @@ def create_model(settings: TextSettings, run: Run, metadata: Mapping[str, Any]) 
             f"--mixup {settings.mixup}: --arch {settings.arch} cannot mix, as {reason}"
         )
     if isinstance(model, Encoder):
-        texts = card.prepare(["a " * metadata["max_len"], "a"], torch.device("cpu"))
+        texts = card.prepare(["a " * settings.max_len, "a"], torch.device("cpu"))
         with refused_as(f"--max_len {texts.shape[1]}"):
             model.check(texts, mixed=False)
         with refused_as(f"--mix_at {settings.mix_at}"):

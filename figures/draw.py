@@ -50,11 +50,7 @@ def save(figure: Figure, path: Path) -> None:
 def page_with_results(
     page: str, groups: Mapping[str, Mapping[str, Runs]], plan: Mapping[str, Any]
 ) -> str:
-    """Return the page with the table and what has not been run yet between its markers.
-
-    Raises:
-        ValueError: the page does not have each marker exactly once.
-    """
+    """Return the page with the table and what has not been run yet between its markers."""
     rows, paragraphs = [HEAD], []
     for device in ("cpu", "gpu"):
         missing = 0

@@ -20,11 +20,7 @@ END = "<!-- end of the generated part -->"
 
 
 def page_with_flags(page: str) -> str:
-    """Return the page with a row for each flag between its markers, shared flags once.
-
-    Raises:
-        ValueError: the page does not have each marker exactly once.
-    """
+    """Return the page with a row for each flag between its markers, shared flags once."""
     images = {flag.name: flag for flag in resnet50_test.parser().flags.values()}
     texts = {flag.name: flag for flag in transformer_test.parser().flags.values()}
     rows, group = ["| flag | what it does |", "| --- | --- |"], ""

@@ -9,6 +9,7 @@ how pictures show what a model predicts.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,25 +49,18 @@ def labels_of(group: str) -> dict[str, str]:
     return read_pictures()["labels"][group]
 
 
-def method_of(label: str) -> str:
-    """Return the method of a label, 'SGD' of 'SGD, batch 512'."""
-    return label.split(",")[0]
-
-
 def line_styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the keyword arguments of `Axes.plot` for each label of a picture.
 
     A label that is the name of a method alone has a solid line and filled markers. The settings of
     a method have the line styles of SETTINGS in the order of the labels.
     """
-    labels = list(dict.fromkeys(labels))
     styles: dict[str, dict[str, Any]] = {}
-    for method in dict.fromkeys(map(method_of, labels)):
+    count = Counter[str]()  # of the settings of each method
+    for label in sorted(dict.fromkeys(labels), key=lambda label: "," in label):
+        method = label.split(",")[0]
         colour, marker = read_pictures()["styles"][method]
-        settings = [label for label in labels if method_of(label) == method]
-        settings.sort(key=lambda label: "," in label)
-        for index, label in enumerate(settings):
-            setting = SETTINGS[index % len(SETTINGS)]
-            style = {"color": COLOURS[colour], "marker": marker, "markersize": 5}
-            styles[label] = {**style, **setting}
+        style = {"color": COLOURS[colour], "marker": marker, "markersize": 5}
+        styles[label] = {**style, **SETTINGS[count[method] % len(SETTINGS)]}
+        count[method] += 1
     return styles

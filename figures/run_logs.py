@@ -117,19 +117,6 @@ def run_folders(group: Path) -> list[Path]:
     return [group / name for name in sorted(names | packed_runs(packed_file(group / "x")).keys())]
 
 
-def by_name(folders: Sequence[Path]) -> dict[str, Runs]:
-    """Group the runs in folders NAME-seedN by NAME; their order is kept."""
-    runs: dict[str, Runs] = {}
-    for folder in folders:
-        runs.setdefault(name_of(folder), []).append(read_rows(folder))
-    return runs
-
-
-def name_of(folder: Path) -> str:
-    """Return NAME of a folder NAME-seedN."""
-    return folder.name.rpartition("-seed")[0] or folder.name
-
-
 def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
@@ -145,15 +132,15 @@ def finished(folder: Path) -> bool:
 
 
 def read_groups(logs: Path) -> dict[str, dict[str, Runs]]:
-    """Return the finished runs below a folder of groups."""
+    """Return the finished runs below a folder of groups, those in NAME-seedN by NAME."""
     groups: dict[str, dict[str, Runs]] = {}
-    for name in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
-        folders = run_folders(logs / name)
-        done = list(filter(finished, folders))
-        for folder in (each for each in folders if each not in done):
-            print(f"{folder}: not finished, left out")
-        if done:
-            groups[name] = by_name(done)
+    for group in sorted({path.stem for path in logs.iterdir() if path.suffix in ("", ".jsonl")}):
+        for folder in run_folders(logs / group):
+            if finished(folder):
+                name = folder.name.rpartition("-seed")[0] or folder.name
+                groups.setdefault(group, {}).setdefault(name, []).append(read_rows(folder))
+            else:
+                print(f"{folder}: not finished, left out")
     return groups
 
 

@@ -25,7 +25,7 @@ from errors import InputError, exit_code
 from input_pipeline import own_data
 from tuning.config import Arm
 from tuning.sweep import HELD_OUT, SCRIPTS, check_optuna
-from tuning.target_script import TargetScript, script_parser
+from tuning.target_script import TargetScript
 
 IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
 
@@ -69,7 +69,7 @@ def read_arms(
     Raises:
         InputError: a flag or value is wrong, or the arms cannot be compared.
     """
-    parser, common = script_parser(shared.file), shared.flags({})
+    parser, common = shared.parser, shared.flags({})
     meant = parser.own_name(f"--{flag}")
     if "=" in meant and not meant.endswith("="):  # a value of another flag, not a setting
         meant = meant.replace("=", " ")

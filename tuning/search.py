@@ -29,7 +29,6 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
     """Run all trials of a sweep that are not finished, and return its study.
 
     Args:
-        config: of the sweep.
         first: values of its first trials, in this order; the sampler has those of the others.
 
     Raises:

@@ -6,6 +6,7 @@ script.flags({"lr": 0.1, "nesterov": False})["lr"]
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +37,10 @@ class TargetScript:
     file: str  # name of the script, for example resnet50_test.py
     arguments: list[str]  # in each flag's own spelling, after those of their --recipe
     given: dict[str, Any]  # value of each flag in `arguments`, in the order of the script's parser
+
+    @functools.cached_property
+    def parser(self) -> ScriptParser:
+        return script_parser(self.file)
 
     @classmethod
     def read(
@@ -74,10 +79,9 @@ class TargetScript:
         Raises:
             InputError: the script has no such flag, or it cannot be searched.
         """
-        parser = script_parser(self.file)
-        flag = parser.find(name.partition(".")[0])
+        flag = self.parser.find(name.partition(".")[0])
         if flag is None:
-            raise InputError(parser.explain_unknown(f"--{name}"))
+            raise InputError(self.parser.explain_unknown(f"--{name}"))
         own = flag.name.removeprefix("--")
         if own in (*SET_BY_SWEEP, *ENDS):
             raise InputError(f"{flag.name}: {NOT_COMPARABLE}; leave it out")
@@ -91,42 +95,38 @@ class TargetScript:
         Raises:
             InputError: a value is of a kind that its flag does not take.
         """
-        parser = script_parser(self.file)
-        words = (options.flag_arguments(name, value, parser) for name, value in params.items())
-        return [word for each in words for word in each]
+        return [
+            word
+            for name, value in params.items()
+            for word in options.flag_arguments(name, value, self.parser)
+        ]
 
     def flags(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return all flags of a trial with these searched ones; InputError where one is refused."""
-        parser = script_parser(self.file)
-        given = parser.given([*self.arguments, *self.to_arguments(params)])
-        defaults = parser.defaults()
-        return defaults | options.defaults_of_weights(defaults | given, parser) | given
+        given = self.parser.given([*self.arguments, *self.to_arguments(params)])
+        defaults = self.parser.defaults()
+        return defaults | options.defaults_of_weights(defaults | given, self.parser) | given
 
     def has_effect(self, name: str) -> bool:
-        flag = script_parser(self.file).find(name)
+        flag = self.parser.find(name)
         return flag is not None and flag.has_effect(self.flags({}))
 
     def usual(self, name: str) -> Any:
         """Return the value of a flag where no trial sets it; None for a setting of a part."""
-        flags, parser = self.flags({}), script_parser(self.file)
-        flag = parser.find(name)
+        flags, flag = self.flags({}), self.parser.find(name)
         value = None if flag is None else flags[flag.dest]
-        return options.computed_defaults(flags, parser).get(name) if value is None else value
+        return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
-        options.parse(script_parser(self.file), self.file.removesuffix(".py"), arguments)
+        options.parse(self.parser, self.file.removesuffix(".py"), arguments)
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe fixes of a trial: the shared flags and the searched values."""
-        parser = script_parser(self.file)
-        found = filter(None, map(parser.find, params))
-        searched = {flag.name for flag in found if flag.type is not setting}
-        shared = {
-            name: value
-            for name, value in self.given.items()
-            if name not in NOT_IN_RECIPE and getattr(parser.find(name), "name", "") not in searched
-        }
+        found = filter(None, map(self.parser.find, params))
+        searched = {flag.dest for flag in found if flag.type is not setting}
+        left_out = NOT_IN_RECIPE | searched
+        shared = {name: value for name, value in self.given.items() if name not in left_out}
         return shared | dict(params)
 
     def own_splits(self) -> Collection[str]:

@@ -1,4 +1,4 @@
-"""The rounds of a benchmark follow the speed of the machine; bad input is one line."""
+"""The results of benchmarks, the processes of their sides, and peers; bad input is one line."""
 
 import copy
 import json

@@ -123,6 +123,7 @@ MEASURED = re.compile(
 
 
 def test_recipes_say_what_their_logs_show_or_that_they_have_none():
+    groups = run_logs.read_groups(run_logs.LOGS)
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         comments = [line.lstrip("# ") for line in path.read_text().splitlines() if line[:1] == "#"]
         header = " ".join(comments)
@@ -132,8 +133,7 @@ def test_recipes_say_what_their_logs_show_or_that_they_have_none():
             "its end yet'"
         )
         for value, _, group, name in reported:
-            folders = [run for run in LOGGED if run.parent.name == group]
-            values = run_logs.last(run_logs.by_name(folders)[name], run_logs.accuracy)
+            values = run_logs.last(groups[group][name], run_logs.accuracy)
             assert float(value) == pytest.approx(statistics.mean(values), abs=0.006), path
 
 
