@@ -14,8 +14,8 @@ import io
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -84,31 +84,6 @@ class CsvTable:
     texts: tuple[int, ...]
     read: Callable[[], Rows]
     separator: str | None = None
-    known: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the labels of each cell
-
-    def labels_of(
-        self, number: int, row: Sequence[str], classes: Mapping[str, int] | None = None
-    ) -> tuple[str, ...]:
-        """Return the labels of a row, of which there is one unless they have a separator.
-
-        Args:
-            number: of the row in the file.
-            classes: numbers of those that there may be; None or empty where all are taken.
-        Raises:
-            InputError: it has none, and needs one; or one is not known.
-        """
-        cell = row[self.label]
-        if cell not in self.known:  # rows of the same labels share the names
-            parts = [cell] if self.separator is None else cell.split(self.separator)
-            self.known[cell] = tuple(filter(None, map(normal_form, parts)))
-            for label in self.known[cell] if classes else ():
-                class_number(label, classes or {}, path=self.path, row=number)
-        if not self.known[cell] and self.separator is None:
-            raise InputError(
-                f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
-                "empty; fill it in or delete the row"
-            )
-        return self.known[cell]
 
     def rows(self, *, to_classify: bool = False) -> Rows:
         """Yield the number in the file, from 1 on, and the columns of each row of data.
@@ -140,6 +115,35 @@ class CsvTable:
             raise InputError(
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
+
+    def labelled_rows(
+        self, classes: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str], tuple[str, ...]]]:
+        """Yield what `rows` yields, and the labels of each row: one unless there is a separator.
+
+        Args:
+            classes: those that there may be; empty where all are taken.
+        Raises:
+            InputError: as of `rows`; or a row has no label, and needs one; or one is not known.
+        """
+        known = class_numbers(classes)
+        labels: dict[str, tuple[str, ...]] = {}  # of each cell: rows of the same share the names
+        for number, row in self.rows():
+            cell = row[self.label]
+            if cell not in labels:
+                parts = [cell] if self.separator is None else cell.split(self.separator)
+                labels[cell] = tuple(filter(None, map(normal_form, parts)))
+                if unknown := [name for name in labels[cell] if known and name not in known]:
+                    raise InputError(
+                        f"{self.path}, row {number}: label {shorten(unknown[0])!r} is out of "
+                        f"range, expected one of {list_names(list(known))}"
+                    )
+            if not labels[cell] and self.separator is None:
+                raise InputError(
+                    f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
+                    "empty; fill it in or delete the row"
+                )
+            yield number, row, labels[cell]
 
     def groups(self, name: str) -> list[str]:
         """Return the group of each row of data, which a column names.
@@ -253,20 +257,6 @@ def open_table(
 def sort_classes(names: Iterable[str]) -> list[str]:
     """Return the names of classes in sorted order, numbers before words."""
     return sorted(names, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name))
-
-
-def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
-    """Convert a label to a class number.
-
-    Raises:
-        InputError: the label is not known.
-    """
-    if label not in numbers:
-        raise InputError(
-            f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
-            f"{list_names(list(numbers))}"
-        )
-    return numbers[label]
 
 
 def class_numbers(classes: Sequence[str]) -> dict[str, int]:

@@ -35,7 +35,6 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    class_numbers,
     normalise,
     numbered,
     sort_classes,
@@ -266,9 +265,7 @@ def read_folder(
         )
     names = list(classes)
     if not names and (table := tables.get("train")):
-        names = sort_classes(
-            {n for number, row in table.rows() for n in table.labels_of(number, row)}
-        )
+        names = sort_classes({name for *_, labels in table.labelled_rows() for name in labels})
     elif not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
     if len(names) < 2:
@@ -316,10 +313,9 @@ def list_table(table: CsvTable, classes: Sequence[str], *, size: int) -> ImageSp
     Raises:
         InputError: a row is broken, its label is unknown, or its image is missing.
     """
-    numbers = class_numbers(classes)
     labels, files = [], []
-    for number, row in table.rows():
-        labels.append(table.labels_of(number, row, numbers))
+    for number, row, names in table.labelled_rows(classes):
+        labels.append(names)
         files.append(os.path.join(table.path.parent, row[table.texts[0]].strip()))
         if not os.path.isfile(files[-1]):
             raise InputError(

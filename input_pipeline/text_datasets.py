@@ -18,6 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -31,8 +32,6 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    class_number,
-    class_numbers,
     normalise,
     numbered,
     open_table,
@@ -172,12 +171,8 @@ def read_headlines() -> dict[str, TextSplit]:
 
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
-    numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
-    labels, texts = [], StoredTexts()
-    for number, row in read_rows(path, columns=3):
-        labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
-        texts.append(clean_text(" ".join(row[1:])))
-    return TextSplit(labels, texts)
+    table = CsvTable(path, [], label=0, texts=(1, 2), read=partial(read_rows, path, columns=3))
+    return read_table(table, [str(number + 1) for number in range(len(AGNEWS_CLASSES))])[0]
 
 
 # -------------------------------------------------------------------- own csv files
@@ -199,40 +194,52 @@ def read_own_csv(
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
     paths = needed_splits(folder, SUFFIXES, enough=enough)
+    is_chosen = choice.label is not None and bool(choice.texts)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
     for split, path in paths.items():
         table = open_table(path, choice, train=train, trained=trained)
         train = train or table
-        numbers, labels, texts, empty = class_numbers(names), [], StoredTexts(), []
-        for number, row in table.rows():
-            labels.append(table.labels_of(number, row, numbers))
-            texts.append(clean_text(" ".join(row[i] for i in table.texts)))
-            if not texts.sizes[-1]:
-                empty.append(number)
-        if len(empty) == len(labels):
-            raise InputError(f"{path}: no row has a text; choose its column with --text_column")
-        notes = [table.describe()]
-        if empty:
-            notes.append(
-                f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
-                f"row {empty[0]}); they are kept, and count like the others"
-            )
-        is_chosen = choice.label is not None and bool(choice.texts)
-        names = names or name_classes(labels, texts, table, is_chosen=is_chosen)
-        columns = NO_CHOICE
-        if header := table.header:
-            columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
-        several = choice.separator is not None
-        found = numbered(labels, names, several=several)
-        has_groups = choice.group and split == "train" and [*paths.values()].count(path) == 1
-        groups = table.groups(choice.group) if has_groups and choice.group else ()
-        splits[split] = TextSplit(
-            found if several else found.tolist(), texts, tuple(notes), columns, groups
-        )
+        splits[split], names = read_table(table, names, is_chosen=is_chosen)
+        if choice.group and split == "train" and [*paths.values()].count(path) == 1:
+            splits[split].groups = table.groups(choice.group)
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
+
+
+def read_table(
+    table: CsvTable, classes: list[str], *, is_chosen: bool = False
+) -> tuple[TextSplit, list[str]]:
+    """Read the rows of a file, and return its classes as well.
+
+    Args:
+        classes: those that there may be; empty to take those of the file, see `name_classes`.
+        is_chosen: as of `name_classes`.
+    Raises:
+        InputError: a row is broken, its label is empty or unknown, or no row has a text.
+    """
+    labels, texts, empty = [], StoredTexts(), []
+    for number, row, names in table.labelled_rows(classes):
+        labels.append(names)
+        texts.append(clean_text(" ".join(row[i] for i in table.texts)))
+        if not texts.sizes[-1]:
+            empty.append(number)
+    if len(empty) == len(labels):
+        raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
+    notes = [table.describe()]
+    if empty:
+        notes.append(
+            f"warning: {table.path}: {len(empty)} of {len(labels)} rows have no text (the first is "
+            f"row {empty[0]}); they are kept, and count like the others"
+        )
+    classes = classes or name_classes(labels, texts, table, is_chosen=is_chosen)
+    columns = NO_CHOICE
+    if header := table.header:
+        columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
+    several = table.separator is not None
+    found = numbered(labels, classes, several=several)
+    return TextSplit(found if several else found.tolist(), texts, tuple(notes), columns), classes
 
 
 def name_classes(
