@@ -317,18 +317,18 @@ def utf8_lines(path: Path) -> Iterator[str]:
     Raises:
         InputError: the file cannot be read, or is not UTF-8.
     """
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007, it is in the message
+    readable = in_one_line(f"{path} cannot be read", "; fetch it again", (OSError,))
+    with readable, open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
                 if b"\0" in line:
                     raise ValueError("it has NUL bytes, as UTF-16")
-                yield from io.StringIO(line.decode("utf-8").replace("\ufeff", ""), newline="")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); fetch it again") from None
-    except ValueError as error:  # as is a UnicodeDecodeError
-        raise InputError(
-            f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
-        ) from None
+                text = line.decode("utf-8").replace("\ufeff", "")
+            except ValueError as error:  # as is a UnicodeDecodeError
+                raise InputError(
+                    f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
+                ) from None
+            yield from io.StringIO(text, newline="")
 
 
 def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int = 2) -> Rows:

@@ -143,9 +143,7 @@ def read_image_splits(
     *,
     image_size: int = 0,
     interpolation: str = "bilinear",
-    classes: Sequence[str] = (),
-    enough: Sequence[str] = (),
-    choice: ColumnChoice = NO_CHOICE,
+    **own: Any,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
@@ -154,8 +152,7 @@ def read_image_splits(
         data_dir: folder with the data set in its standard format; for 'folder' see `read_folder`.
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
         interpolation: as of `ImageSplit`.
-        classes: of 'folder': the classes of a trained model; empty to take those of the folders.
-        enough, choice: of 'folder': see `needed_splits` and `read_folder`.
+        own: of 'folder': as of `read_folder`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -163,10 +160,7 @@ def read_image_splits(
         InputError: a file is missing or broken; the message says what to do.
     """
     if name == "folder":
-        size = image_size or FOLDER_IMAGE_SIZE
-        splits, names = read_folder(
-            Path(data_dir), size, classes=classes, enough=enough, choice=choice
-        )
+        splits, names = read_folder(Path(data_dir), image_size or FOLDER_IMAGE_SIZE, **own)
     else:
         splits, names = read_digits() if name == "digits" else read_torchvision(name, data_dir)
     for split in splits.values():
@@ -245,6 +239,7 @@ def read_folder(
         size: pixels a side to which images are scaled and cropped.
         classes: of a trained model; empty to take the names of the folders in train/, or the
             labels of train.csv, sorted.
+        enough: as of `needed_splits`.
         choice: the separator of several labels, and the column of the groups, of which the usual
             ones are not chosen; without a table `IN_FOLDERS`.
     Returns:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,23 +124,15 @@ def clean_text(text: str) -> str:
 
 
 def read_text_splits(
-    name: str,
-    data_dir: str,
-    *,
-    choice: ColumnChoice = NO_CHOICE,
-    classes: Sequence[str] = (),
-    enough: Sequence[str] = (),
-    trained: ColumnChoice = NO_CHOICE,
+    name: str, data_dir: str, **own: Any
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read the rows of a data set and the names of its classes.
 
     Args:
         name: 'agnews', 'headlines' (embedded) or 'csv'.
         data_dir: folder with ag_news_csv/ for 'agnews'; for 'csv' it contains train.csv and
-            test.csv or val.csv, see `read_own_csv`.
-        choice: of 'csv': the columns that the user chose.
-        classes: of 'csv': the classes of a trained model; empty to take those of train.csv.
-        enough, trained: of 'csv': see `needed_splits` and `read_own_csv`.
+            test.csv or val.csv.
+        own: of 'csv': as of `read_own_csv`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -149,7 +142,7 @@ def read_text_splits(
     if name == "headlines":
         return read_headlines(), AGNEWS_CLASSES
     if name == "csv":
-        return read_own_csv(Path(data_dir), choice, classes=classes, enough=enough, trained=trained)
+        return read_own_csv(Path(data_dir), **own)
     if name != "agnews":
         raise NotImplementedError(f"no reader of the data set {name}")
     folder = Path(data_dir) / "ag_news_csv"
@@ -180,8 +173,8 @@ def read_agnews_file(path: Path) -> TextSplit:
 
 def read_own_csv(
     folder: Path,
-    choice: ColumnChoice,
     *,
+    choice: ColumnChoice = NO_CHOICE,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
     trained: ColumnChoice = NO_CHOICE,
@@ -189,6 +182,9 @@ def read_own_csv(
     """Read the files of own data for `read_text_splits`.
 
     Args:
+        choice: the columns that the user chose.
+        classes: of a trained model; empty to take those of the training file.
+        enough: as of `needed_splits`.
         trained: names of a trained model's columns, taken where a file has all its texts'.
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
