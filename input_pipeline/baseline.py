@@ -141,9 +141,7 @@ def fit(
 
 def small_pixels(split: ImageSplit, decoder: FileDecoder) -> Tensor:
     """The images of a split as (rows, channels x 256) fp32 in 0..1."""
-    rows = torch.arange(len(split)).split(64)
-    is_decoded = split.pixels is not None
-    parts = map(split.decode, rows) if is_decoded else decoder.run(map(split.reader, rows))
+    parts = decoder.run(map(split.reader, torch.arange(len(split)).split(64)))
     images = (part.permute(0, 3, 1, 2).float().div_(255) for part in parts)
     return torch.cat([F.adaptive_avg_pool2d(part, SIDE).flatten(1) for part in images])
 

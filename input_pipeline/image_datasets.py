@@ -50,7 +50,6 @@ from input_pipeline.own_data import (
     needed_splits,
     normal_form,
     unread_splits,
-    utf8_name,
 )
 
 IMAGE_FORMATS = frozenset("AVIF BMP DIB GIF JPEG JPEG2000 MPO PNG PPM QOI TGA TIFF WEBP".split())
@@ -117,7 +116,7 @@ class ImageSplit:
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(content, "png")
         shown = {"image": f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"}
-        return shown if self.files is None else {**shown, "name": utf8_name(self.files[row])}
+        return shown if self.files is None else {**shown, "name": os.fsdecode(self.files[row])}
 
     def reader(self, rows: Tensor, changes: RowChanges | None = None) -> Callable[[], Tensor]:
         """Return a function that reads images of the given rows, also in another process.
@@ -333,7 +332,7 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             if is_used(path, left_out):
-                by_class.setdefault(normal_form(utf8_name(path.name)), []).append(path)
+                by_class.setdefault(normal_form(path.name), []).append(path)
         elif not is_hidden(path.name):
             is_image = path.suffix.lower() in image_suffixes()
             reason = f"{'images' if is_image else 'files'} outside the folders of the classes"
