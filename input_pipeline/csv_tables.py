@@ -35,7 +35,6 @@ PARQUET_ROWS = 1024  # read at a time: a row may hold an image
 # The first one in a file outside quotes; a text within quotes is a longer match.
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
-LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 NESTED = (
     "a list, an object or bytes; write a string, or choose another column (images that lie in the "
     "table itself: --dataset hf:FOLDER)"
@@ -194,14 +193,9 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", normal_form(name.strip(QUOTES).casefold()))
 
 
-def is_number(name: str) -> bool:
-    """Tell whether a label or the name of a column is a whole number of ordinary length."""
-    return name.isdecimal() and len(name) <= LONGEST_NUMBER
-
-
 def is_position(name: str, num_columns: int) -> bool:
     """Tell whether a name can be the number of a column, from 1 on."""
-    return is_number(name) and 1 <= int(name) <= num_columns
+    return name.isdecimal() and 1 <= int(name) <= num_columns
 
 
 def open_table(
@@ -256,7 +250,9 @@ def open_table(
 
 def sort_classes(names: Iterable[str]) -> list[str]:
     """Return the names of classes in sorted order, numbers before words."""
-    return sorted(names, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name))
+    return sorted(
+        names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+    )
 
 
 def class_numbers(classes: Sequence[str]) -> dict[str, int]:
@@ -480,7 +476,7 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
     second = next(rows, (0, first))[1]
     if are_numbers(cells):
-        names |= {i: n for i, n in enumerate(cells) if is_number(n) and not is_number(second[i])}
+        names |= {i: n for i, n in enumerate(cells) if n.isdecimal() and not second[i].isdecimal()}
     for row in chain([second], (row for _, row in rows)):
         left = {i: name for i, name in names.items() if normalise(row[i]) != name}
         if len(left) < len(names) and list(map(normalise, row)) != cells:

@@ -133,10 +133,10 @@ def test_quotes_in_tab_separated_files_are_text(tmp_path):
 
 
 def test_long_texts_are_read_and_labels_sorted_as_numbers_or_words(tmp_path):
-    text, digits = "word " * 40_000, "7" * 5000
-    rows = "".join(f"{label},{text}\n" for label in ("world", "art", "10", "9", digits))
+    text = "word " * 40_000
+    rows = "".join(f"{label},{text}\n" for label in ("world", "art", "10", "9"))
     splits, classes = read(write(tmp_path, train__csv=rows, test__csv=rows))
-    assert classes == ["9", "10", digits, "art", "world"]
+    assert classes == ["9", "10", "art", "world"]
     assert len(splits["train"].texts[0]) == len(text) - 1
 
 
