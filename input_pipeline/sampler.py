@@ -47,6 +47,9 @@ class Sampler:
     held_out: Tensor | None = None
     until: int = 0
 
+    def __len__(self) -> int:
+        return self.rows
+
     def rows_of(self, epoch: int) -> int:
         held_out = self._held_out_in(epoch)
         return self.rows - (0 if held_out is None else len(held_out))

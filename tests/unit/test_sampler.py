@@ -10,7 +10,7 @@ WITH_AND_WITHOUT = each_of("lengths", [None, LENGTHS])
 
 
 def full_batches(sampler: Sampler, epoch: int, batch_size: int) -> torch.Tensor:
-    return torch.stack(sampler.epoch(epoch, [batch_size] * (sampler.rows // batch_size)))
+    return torch.stack(sampler.epoch(epoch, [batch_size] * (len(sampler) // batch_size)))
 
 
 @WITH_AND_WITHOUT
