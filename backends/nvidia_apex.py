@@ -28,7 +28,7 @@ def unavailable_reason() -> str:
     try:
         importlib.import_module("apex.amp")
     except Exception:  # it is not there, another package of that name, or built for another torch
-        return f"apex.amp does not load: {INSTALL_HINT}"
+        return f"there is no apex.amp: {INSTALL_HINT}"
     return "" if torch.cuda.is_available() else "apex needs a GPU"
 
 
