@@ -513,12 +513,9 @@ def find_columns(
             "from 1 on"
         )
 
-    chosen_names = {normalise(name) for name in (choice.label, *choice.texts) if name is not None}
-    prefers_names = chosen_names <= {*names} or not are_numbers(names)
-
     def position(chosen: str, flag: str) -> int:
         same = [i for i, name in enumerate(names) if name == normalise(chosen)]
-        if is_position(chosen, num_columns) and not (same and prefers_names):
+        if not same and is_position(chosen, num_columns):
             return int(chosen) - 1
         if len(same) != 1:
             there_is = "there are several columns" if same else "there is no column"

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,10 @@ from torch import Tensor
 
 from errors import InputError, in_one_line
 from input_pipeline.csv_tables import (
-    LABEL_NAMES,
     NO_CHOICE,
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    normalise,
     numbered,
     open_table,
     read_rows,
@@ -45,7 +43,6 @@ from input_pipeline.own_data import (
     expand_files,
     list_names,
     needed_splits,
-    normal_form,
     shorten,
     unread_splits,
 )
@@ -246,9 +243,9 @@ def name_classes(
     Args:
         is_chosen: whether the user chose the columns of label and text.
     Raises:
-        InputError: the labels are not those of a classification, or one seems to be from a header:
-            that of a first row alone; or that of the first row or of a usual name with one word as
-            its text however often, unless the columns are chosen or rows are objects.
+        InputError: the labels are not those of a classification, or that of the first row seems to
+            be from a header: no other text has it, and it comes once, or with one word as its text,
+            unless the columns are chosen.
     """
     counts = Counter(chain.from_iterable(labels))
     first = next(iter(counts), "")
@@ -264,22 +261,18 @@ def name_classes(
             f"classes (such as {shorten(first)!r}); choose the column of the label with "
             "--label_column"
         )
-    own = normal_form(table.header[table.label]) if table.header else first
-    suspects = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
-    for name in [name for name in counts if suspects.intersection([name, normalise(name)])]:
-        places = [place for place, label in enumerate(labels) if name in label]
-        words = {texts[place] for place in places}
-        is_header = len(words) == 1 == len(next(iter(words)).split())
-        is_header = is_header and not is_chosen and table.path.suffix.lower() != ".jsonl"
-        is_lone = not table.header and places == [0]
-        if (is_header or is_lone) and len({*zip(labels, texts)}) > len(counts):
-            number, row = next(islice(table.rows(), places[0], None))
-            raise InputError(
-                f"{table.path}, row {number}: no other text has the label {shorten(name)!r}; if "
-                f"this row is a header ({list_names(row)}), name its columns with --label_column "
-                "and --text_column, or delete it below another header; if it is data, let the "
-                "first row be a header such as label,text, and name the columns as well"
-            )
+    places = [place for place, label in enumerate(labels) if first in label]
+    has_one_text = {texts[place] for place in places} == {texts[0]}
+    is_lone = places == [0] or (len(texts[0].split()) == 1 and not is_chosen)
+    is_data = bool(table.header) or len({*zip(labels, texts)}) <= len(counts)
+    if has_one_text and is_lone and not is_data:
+        number, row = next(table.rows())
+        raise InputError(
+            f"{table.path}, row {number}: no other text has the label {shorten(first)!r}; if this "
+            f"row is a header ({list_names(row)}), name its columns with --label_column and "
+            "--text_column, or delete it below another header; if it is data, let the first row "
+            "be a header such as label,text, and name the columns as well"
+        )
     return sort_classes(counts)
 
 

@@ -118,7 +118,7 @@ def test_columns_are_chosen_by_name_or_number(tmp_path):
     for rows in ("0,1984\n1,It\n0,Dune\n1,Emma\n", "label,text\na,b\nb,c\na,d\nlabel,Click me\n"):
         splits, _ = read(write(tmp_path, train__csv=rows, test__csv=rows))
         assert len(splits["train"]) == 4, "no row of data is taken for a header"
-    for names, label, text in (("0,1", "0", "1"), ("0,1", "1", "2"), ("1,5", "1", "5")):
+    for names, label, text in (("0,1", "0", "1"), ("1,5", "1", "5")):
         write(tmp_path, **with_header(names))  # as pandas numbers the columns, or some of them
         assert read(tmp_path, label, text)[0] == EXPECTED
 
