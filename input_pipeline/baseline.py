@@ -69,15 +69,11 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
         split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
     )
     texts, eval_texts = ([text[:LONGEST_TEXT] for text in s.texts] for s in (train, evaluated))
-    try:
-        inputs, eval_inputs = vectorizer.fit_transform(texts), vectorizer.transform(eval_texts)
-    except ValueError:  # there is no word
-        inputs, eval_inputs = ([[0.0]] * len(each) for each in (texts, eval_texts))
     return fit(
         "TF-IDF",
-        inputs,
+        vectorizer.fit_transform(texts),
         torch.as_tensor(train.labels),
-        eval_inputs=eval_inputs,
+        eval_inputs=vectorizer.transform(eval_texts),
         eval_labels=torch.as_tensor(evaluated.labels),
         strength=10,
     )
