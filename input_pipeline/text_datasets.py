@@ -140,8 +140,6 @@ def read_text_splits(
         return read_headlines(), AGNEWS_CLASSES
     if name == "csv":
         return read_own_csv(Path(data_dir), **own)
-    if name != "agnews":
-        raise NotImplementedError(f"no reader of the data set {name}")
     folder = Path(data_dir) / "ag_news_csv"
     for file in AGNEWS_FILES:
         if not (folder / file).exists():
