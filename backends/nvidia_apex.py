@@ -10,7 +10,6 @@ it.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -26,15 +25,11 @@ INSTALL_HINT = (
 
 def unavailable_reason() -> str:
     """Return why apex.amp cannot be used and how to get it, or ''."""
-    if importlib.util.find_spec("apex") is None:
-        return f"apex is not installed: {INSTALL_HINT}"
-    if not torch.cuda.is_available():
-        return "apex needs a GPU"
     try:
         importlib.import_module("apex.amp")
-    except Exception:  # another package of that name, or a build for another torch
-        return f"this apex has no apex.amp: {INSTALL_HINT}"
-    return ""
+    except Exception:  # it is not there, another package of that name, or built for another torch
+        return f"there is no apex.amp: {INSTALL_HINT}"
+    return "" if torch.cuda.is_available() else "apex needs a GPU"
 
 
 def prepare(

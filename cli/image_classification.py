@@ -165,11 +165,8 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             device=run.world.device,
             seed=settings.seed,
             decoder=decoder,
-            resident=(
-                split.pixels is not None
-                and is_resident(settings, run, split)
-                and not (name == "train" and augmentation.by_row)
-            ),
+            resident=is_resident(settings, run, split)
+            and not (name == "train" and augmentation.by_row),
         )
         for name, split in chosen.items()
     }
@@ -251,6 +248,6 @@ def predict(settings: ImageSettings, run: Run, paths: Sequence[str]) -> None:
         raise InputError(f"--predict {tables[0]}: is a table; give its images or their folder")
     found_in = [own_data.expand_files(Path(path), suffixes, what="images") for path in paths]
     files = [file for files_of_path, _ in found_in for file in files_of_path]
-    samples = [Sample(own_data.utf8_name(file)) for file in files]
+    samples = [Sample(str(file)) for file in files]
     notes = [note for _, notes in found_in for note in notes]
     report_predictions(settings, run, files, samples, notes=notes)

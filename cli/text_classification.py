@@ -21,7 +21,7 @@ from cli.settings import Settings
 from distributed.agreement import once_a_node
 from distributed.world import READ_SECONDS
 from errors import InputError, in_one_line, refused_as
-from input_pipeline import own_data, text_datasets, tokenization
+from input_pipeline import text_datasets, tokenization
 from input_pipeline.baseline import text_baseline
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.naive_bayes import naive_bayes_scores
@@ -222,7 +222,6 @@ def predict(settings: TextSettings, run: Run, paths: Sequence[str]) -> None:
         )
         notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():
-            name = own_data.utf8_name(file)
-            lines += [Sample(f"{name}:{number}", line) for number, line in texts_of_file.items()]
+            lines += [Sample(f"{file}:{number}", line) for number, line in texts_of_file.items()]
     texts = [line.text or "" for line in lines]
     report_predictions(settings, run, texts, lines, notes=notes)

@@ -69,15 +69,11 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
         split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
     )
     texts, eval_texts = ([text[:LONGEST_TEXT] for text in s.texts] for s in (train, evaluated))
-    try:
-        inputs, eval_inputs = vectorizer.fit_transform(texts), vectorizer.transform(eval_texts)
-    except ValueError:  # there is no word
-        inputs, eval_inputs = ([[0.0]] * len(each) for each in (texts, eval_texts))
     return fit(
         "TF-IDF",
-        inputs,
+        vectorizer.fit_transform(texts),
         torch.as_tensor(train.labels),
-        eval_inputs=eval_inputs,
+        eval_inputs=vectorizer.transform(eval_texts),
         eval_labels=torch.as_tensor(evaluated.labels),
         strength=10,
     )
@@ -141,9 +137,7 @@ def fit(
 
 def small_pixels(split: ImageSplit, decoder: FileDecoder) -> Tensor:
     """The images of a split as (rows, channels x 256) fp32 in 0..1."""
-    rows = torch.arange(len(split)).split(64)
-    is_decoded = split.pixels is not None
-    parts = map(split.decode, rows) if is_decoded else decoder.run(map(split.reader, rows))
+    parts = decoder.run(map(split.reader, torch.arange(len(split)).split(64)))
     images = (part.permute(0, 3, 1, 2).float().div_(255) for part in parts)
     return torch.cat([F.adaptive_avg_pool2d(part, SIDE).flatten(1) for part in images])
 

@@ -14,8 +14,8 @@ import io
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -35,7 +35,6 @@ PARQUET_ROWS = 1024  # read at a time: a row may hold an image
 # The first one in a file outside quotes; a text within quotes is a longer match.
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
-LONGEST_NUMBER = 640  # digits, which Python converts under every setting of its limit
 NESTED = (
     "a list, an object or bytes; write a string, or choose another column (images that lie in the "
     "table itself: --dataset hf:FOLDER)"
@@ -84,31 +83,6 @@ class CsvTable:
     texts: tuple[int, ...]
     read: Callable[[], Rows]
     separator: str | None = None
-    known: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the labels of each cell
-
-    def labels_of(
-        self, number: int, row: Sequence[str], classes: Mapping[str, int] | None = None
-    ) -> tuple[str, ...]:
-        """Return the labels of a row, of which there is one unless they have a separator.
-
-        Args:
-            number: of the row in the file.
-            classes: numbers of those that there may be; None or empty where all are taken.
-        Raises:
-            InputError: it has none, and needs one; or one is not known.
-        """
-        cell = row[self.label]
-        if cell not in self.known:  # rows of the same labels share the names
-            parts = [cell] if self.separator is None else cell.split(self.separator)
-            self.known[cell] = tuple(filter(None, map(normal_form, parts)))
-            for label in self.known[cell] if classes else ():
-                class_number(label, classes or {}, path=self.path, row=number)
-        if not self.known[cell] and self.separator is None:
-            raise InputError(
-                f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
-                "empty; fill it in or delete the row"
-            )
-        return self.known[cell]
 
     def rows(self, *, to_classify: bool = False) -> Rows:
         """Yield the number in the file, from 1 on, and the columns of each row of data.
@@ -140,6 +114,35 @@ class CsvTable:
             raise InputError(
                 f"{self.path} has a header row only: it needs at least one row below it"
             )
+
+    def labelled_rows(
+        self, classes: Sequence[str] = ()
+    ) -> Iterator[tuple[int, list[str], tuple[str, ...]]]:
+        """Yield what `rows` yields, and the labels of each row: one unless there is a separator.
+
+        Args:
+            classes: those that there may be; empty where all are taken.
+        Raises:
+            InputError: as of `rows`; or a row has no label, and needs one; or one is not known.
+        """
+        known = class_numbers(classes)
+        labels: dict[str, tuple[str, ...]] = {}  # of each cell: rows of the same share the names
+        for number, row in self.rows():
+            cell = row[self.label]
+            if cell not in labels:
+                parts = [cell] if self.separator is None else cell.split(self.separator)
+                labels[cell] = tuple(filter(None, map(normal_form, parts)))
+                if unknown := [name for name in labels[cell] if known and name not in known]:
+                    raise InputError(
+                        f"{self.path}, row {number}: label {shorten(unknown[0])!r} is out of "
+                        f"range, expected one of {list_names(list(known))}"
+                    )
+            if not labels[cell] and self.separator is None:
+                raise InputError(
+                    f"{self.path}, row {number}: the label ({self.describe_column(self.label)}) is "
+                    "empty; fill it in or delete the row"
+                )
+            yield number, row, labels[cell]
 
     def groups(self, name: str) -> list[str]:
         """Return the group of each row of data, which a column names.
@@ -190,14 +193,9 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", normal_form(name.strip(QUOTES).casefold()))
 
 
-def is_number(name: str) -> bool:
-    """Tell whether a label or the name of a column is a whole number of ordinary length."""
-    return name.isdecimal() and len(name) <= LONGEST_NUMBER
-
-
 def is_position(name: str, num_columns: int) -> bool:
     """Tell whether a name can be the number of a column, from 1 on."""
-    return is_number(name) and 1 <= int(name) <= num_columns
+    return name.isdecimal() and 1 <= int(name) <= num_columns
 
 
 def open_table(
@@ -252,21 +250,9 @@ def open_table(
 
 def sort_classes(names: Iterable[str]) -> list[str]:
     """Return the names of classes in sorted order, numbers before words."""
-    return sorted(names, key=lambda name: (0, int(name), name) if is_number(name) else (1, 0, name))
-
-
-def class_number(label: str, numbers: Mapping[str, int], *, path: Path, row: int) -> int:
-    """Convert a label to a class number.
-
-    Raises:
-        InputError: the label is not known.
-    """
-    if label not in numbers:
-        raise InputError(
-            f"{path}, row {row}: label {shorten(label)!r} is out of range, expected one of "
-            f"{list_names(list(numbers))}"
-        )
-    return numbers[label]
+    return sorted(
+        names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+    )
 
 
 def class_numbers(classes: Sequence[str]) -> dict[str, int]:
@@ -327,18 +313,18 @@ def utf8_lines(path: Path) -> Iterator[str]:
     Raises:
         InputError: the file cannot be read, or is not UTF-8.
     """
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007, it is in the message
+    readable = in_one_line(f"{path} cannot be read", "; fetch it again", (OSError,))
+    with readable, open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
                 if b"\0" in line:
                     raise ValueError("it has NUL bytes, as UTF-16")
-                yield from io.StringIO(line.decode("utf-8").replace("\ufeff", ""), newline="")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); fetch it again") from None
-    except ValueError as error:  # as is a UnicodeDecodeError
-        raise InputError(
-            f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
-        ) from None
+                text = line.decode("utf-8").replace("\ufeff", "")
+            except ValueError as error:  # as is a UnicodeDecodeError
+                raise InputError(
+                    f"{path} is not UTF-8 ({error}; line {number}); save it as UTF-8"
+                ) from None
+            yield from io.StringIO(text, newline="")
 
 
 def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int = 2) -> Rows:
@@ -490,7 +476,7 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     names = {i: name for i, name in enumerate(cells) if name in LABEL_NAMES | TEXT_NAMES}
     second = next(rows, (0, first))[1]
     if are_numbers(cells):
-        names |= {i: n for i, n in enumerate(cells) if is_number(n) and not is_number(second[i])}
+        names |= {i: n for i, n in enumerate(cells) if n.isdecimal() and not second[i].isdecimal()}
     for row in chain([second], (row for _, row in rows)):
         left = {i: name for i, name in names.items() if normalise(row[i]) != name}
         if len(left) < len(names) and list(map(normalise, row)) != cells:
@@ -527,12 +513,9 @@ def find_columns(
             "from 1 on"
         )
 
-    chosen_names = {normalise(name) for name in (choice.label, *choice.texts) if name is not None}
-    prefers_names = chosen_names <= {*names} or not are_numbers(names)
-
     def position(chosen: str, flag: str) -> int:
         same = [i for i, name in enumerate(names) if name == normalise(chosen)]
-        if is_position(chosen, num_columns) and not (same and prefers_names):
+        if not same and is_position(chosen, num_columns):
             return int(chosen) - 1
         if len(same) != 1:
             there_is = "there are several columns" if same else "there is no column"

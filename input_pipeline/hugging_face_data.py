@@ -133,12 +133,10 @@ def with_image_files(split: Any, folder: Path, source: Path) -> Any:
     if len(columns) > 1:
         raise InputError(f"several columns have images: {list_names(columns)}; keep one")
     (column,), paths = columns, []
-    split = split.cast_column(column, Image(decode=False)) if pixels else split
+    split = split.cast_column(column, Image(decode=False))
     folder.mkdir(parents=True)
     for number, row in enumerate(split.select_columns(column)):
-        value = row[column]
-        if not isinstance(value, dict):
-            value = {"bytes" if isinstance(value, bytes) else "path": value}
+        value = row[column] or {}
         path = value.get("path") or ""
         if (data := value.get("bytes")) is None:
             paths.append(path and str(source / path))

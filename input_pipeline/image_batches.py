@@ -54,12 +54,10 @@ class ImageDataset:
 
     Args:
         augmentation: applied to batches of a training epoch.
-        mean: mean of each channel, of pixel values in 0..1.
-        std: standard deviation of each channel, of pixel values in 0..1.
+        mean, std: mean and standard deviation of each channel, of pixel values in 0..1.
         device: where batches, and resident pixels, live.
         decoder: decodes files; None decodes them in this process.
-        resident: keep all pixels on the device; otherwise workers read images in every epoch, as
-            `Augmentation.by_row` needs it.
+        resident: keep pixels that are decoded on the device.
     """
 
     lengths: Tensor | None = None
@@ -84,9 +82,7 @@ class ImageDataset:
         self.seed = seed
         self.decoder = decoder or FileDecoder(workers=0)
         self.labels = images.labels.to(device)
-        if resident:
-            images = decode_on_node(images, self.decoder, World())
-            assert images.pixels is not None
+        if resident and images.pixels is not None:
             images = dataclasses.replace(images, pixels=images.pixels.to(device))
         self.images = images
 
@@ -166,8 +162,7 @@ def normalise(pixels: Tensor, mean: Tensor, *, std: Tensor, out: Tensor) -> None
 
     Args:
         pixels: (batch, height, width, channels) uint8.
-        mean: (channels,), of pixel values in 0..1.
-        std: (channels,), of pixel values in 0..1.
+        mean, std: (channels,), of pixel values in 0..1.
         out: of the same shape as the pixels, fp32; is written.
     """
     width = pixels.shape[2]  # whole image rows: broadcasting over a last dimension of 3 is slow

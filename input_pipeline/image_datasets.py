@@ -35,7 +35,6 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    class_numbers,
     normalise,
     numbered,
     sort_classes,
@@ -51,7 +50,6 @@ from input_pipeline.own_data import (
     needed_splits,
     normal_form,
     unread_splits,
-    utf8_name,
 )
 
 IMAGE_FORMATS = frozenset("AVIF BMP DIB GIF JPEG JPEG2000 MPO PNG PPM QOI TGA TIFF WEBP".split())
@@ -118,7 +116,7 @@ class ImageSplit:
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(content, "png")
         shown = {"image": f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"}
-        return shown if self.files is None else {**shown, "name": utf8_name(self.files[row])}
+        return shown if self.files is None else {**shown, "name": os.fsdecode(self.files[row])}
 
     def reader(self, rows: Tensor, changes: RowChanges | None = None) -> Callable[[], Tensor]:
         """Return a function that reads images of the given rows, also in another process.
@@ -144,9 +142,7 @@ def read_image_splits(
     *,
     image_size: int = 0,
     interpolation: str = "bilinear",
-    classes: Sequence[str] = (),
-    enough: Sequence[str] = (),
-    choice: ColumnChoice = NO_CHOICE,
+    **own: Any,
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
@@ -155,8 +151,7 @@ def read_image_splits(
         data_dir: folder with the data set in its standard format; for 'folder' see `read_folder`.
         image_size: pixels a side; 0 keeps the data set's own size (32 for 'folder').
         interpolation: as of `ImageSplit`.
-        classes: of 'folder': the classes of a trained model; empty to take those of the folders.
-        enough, choice: of 'folder': see `needed_splits` and `read_folder`.
+        own: of 'folder': as of `read_folder`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -164,10 +159,7 @@ def read_image_splits(
         InputError: a file is missing or broken; the message says what to do.
     """
     if name == "folder":
-        size = image_size or FOLDER_IMAGE_SIZE
-        splits, names = read_folder(
-            Path(data_dir), size, classes=classes, enough=enough, choice=choice
-        )
+        splits, names = read_folder(Path(data_dir), image_size or FOLDER_IMAGE_SIZE, **own)
     else:
         splits, names = read_digits() if name == "digits" else read_torchvision(name, data_dir)
     for split in splits.values():
@@ -246,6 +238,7 @@ def read_folder(
         size: pixels a side to which images are scaled and cropped.
         classes: of a trained model; empty to take the names of the folders in train/, or the
             labels of train.csv, sorted.
+        enough: as of `needed_splits`.
         choice: the separator of several labels, and the column of the groups, of which the usual
             ones are not chosen; without a table `IN_FOLDERS`.
     Returns:
@@ -266,9 +259,7 @@ def read_folder(
         )
     names = list(classes)
     if not names and (table := tables.get("train")):
-        names = sort_classes(
-            {n for number, row in table.rows() for n in table.labels_of(number, row)}
-        )
+        names = sort_classes({name for *_, labels in table.labelled_rows() for name in labels})
     elif not names:
         names = sorted(class_folders(paths["train"], LeftOut(paths["train"])))
     if len(names) < 2:
@@ -316,10 +307,9 @@ def list_table(table: CsvTable, classes: Sequence[str], *, size: int) -> ImageSp
     Raises:
         InputError: a row is broken, its label is unknown, or its image is missing.
     """
-    numbers = class_numbers(classes)
     labels, files = [], []
-    for number, row in table.rows():
-        labels.append(table.labels_of(number, row, numbers))
+    for number, row, names in table.labelled_rows(classes):
+        labels.append(names)
         files.append(os.path.join(table.path.parent, row[table.texts[0]].strip()))
         if not os.path.isfile(files[-1]):
             raise InputError(
@@ -342,7 +332,7 @@ def class_folders(folder: Path, left_out: LeftOut) -> dict[str, list[Path]]:
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             if is_used(path, left_out):
-                by_class.setdefault(normal_form(utf8_name(path.name)), []).append(path)
+                by_class.setdefault(normal_form(path.name), []).append(path)
         elif not is_hidden(path.name):
             is_image = path.suffix.lower() in image_suffixes()
             reason = f"{'images' if is_image else 'files'} outside the folders of the classes"

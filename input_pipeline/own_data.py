@@ -241,11 +241,6 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
-def utf8_name(path: Path | str) -> str:
-    """Return a path read as UTF-8, also in a locale in which Python reads it otherwise."""
-    return os.fsencode(path).decode("utf-8", "surrogateescape")
-
-
 def normal_form(name: str) -> str:
     """Return the name of a class or column in the form in which names are compared.
 

@@ -21,10 +21,10 @@ from input_pipeline.text_datasets import TextSplit, clean_text
 from input_pipeline.tokenization import SPECIAL_TOKENS, AnyTokenizer
 
 PAD = SPECIAL_TOKENS.index("[PAD]")
-LENGTH_MULTIPLE = {"cpu": 1, "cuda": 8, "mps": 8}
-"""Batches are padded to a multiple of this length. A GPU's attention reads masks whose rows have a
-multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs are made
-once for each length."""
+LENGTH_MULTIPLE = 8
+"""On a GPU batches are padded to a multiple of this length. Its attention reads masks whose rows
+have a multiple of 8 elements, and torch copies all others first. Compiled kernels and CUDA graphs
+are made once for each length."""
 CHUNK_ROWS = 256  # that are encoded together, in parallel; a token takes 100 bytes meanwhile
 LONGEST_TOKEN = 1000  # characters; a text is cut after `max_len` times as many
 
@@ -90,7 +90,7 @@ class TextDataset:
             yield tokens.masked_fill_(is_padding, self.pad), self.labels[device_rows]
 
     def padded_length(self, rows: Tensor) -> int:
-        multiple = LENGTH_MULTIPLE[self.device.type]
+        multiple = 1 if self.device.type == "cpu" else LENGTH_MULTIPLE
         longest = int(self.lengths[rows].max())
         return min(-(-longest // multiple) * multiple, self.max_len)
 

@@ -18,22 +18,20 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from errors import InputError, in_one_line
 from input_pipeline.csv_tables import (
-    LABEL_NAMES,
     NO_CHOICE,
     SUFFIXES,
     ColumnChoice,
     CsvTable,
-    class_number,
-    class_numbers,
-    normalise,
     numbered,
     open_table,
     read_rows,
@@ -45,7 +43,6 @@ from input_pipeline.own_data import (
     expand_files,
     list_names,
     needed_splits,
-    normal_form,
     shorten,
     unread_splits,
 )
@@ -124,23 +121,15 @@ def clean_text(text: str) -> str:
 
 
 def read_text_splits(
-    name: str,
-    data_dir: str,
-    *,
-    choice: ColumnChoice = NO_CHOICE,
-    classes: Sequence[str] = (),
-    enough: Sequence[str] = (),
-    trained: ColumnChoice = NO_CHOICE,
+    name: str, data_dir: str, **own: Any
 ) -> tuple[dict[str, TextSplit], list[str]]:
     """Read the rows of a data set and the names of its classes.
 
     Args:
         name: 'agnews', 'headlines' (embedded) or 'csv'.
         data_dir: folder with ag_news_csv/ for 'agnews'; for 'csv' it contains train.csv and
-            test.csv or val.csv, see `read_own_csv`.
-        choice: of 'csv': the columns that the user chose.
-        classes: of 'csv': the classes of a trained model; empty to take those of train.csv.
-        enough, trained: of 'csv': see `needed_splits` and `read_own_csv`.
+            test.csv or val.csv.
+        own: of 'csv': as of `read_own_csv`.
     Returns:
         The splits 'train', 'test' and 'val', as far as the data set has them, and the class names
         in the order of their numbers.
@@ -150,9 +139,7 @@ def read_text_splits(
     if name == "headlines":
         return read_headlines(), AGNEWS_CLASSES
     if name == "csv":
-        return read_own_csv(Path(data_dir), choice, classes=classes, enough=enough, trained=trained)
-    if name != "agnews":
-        raise NotImplementedError(f"no reader of the data set {name}")
+        return read_own_csv(Path(data_dir), **own)
     folder = Path(data_dir) / "ag_news_csv"
     for file in AGNEWS_FILES:
         if not (folder / file).exists():
@@ -172,12 +159,8 @@ def read_headlines() -> dict[str, TextSplit]:
 
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
-    numbers = {str(number + 1): number for number in range(len(AGNEWS_CLASSES))}
-    labels, texts = [], StoredTexts()
-    for number, row in read_rows(path, columns=3):
-        labels.append(class_number(row[0].strip(), numbers, path=path, row=number))
-        texts.append(clean_text(" ".join(row[1:])))
-    return TextSplit(labels, texts)
+    table = CsvTable(path, [], label=0, texts=(1, 2), read=partial(read_rows, path, columns=3))
+    return read_table(table, [str(number + 1) for number in range(len(AGNEWS_CLASSES))])[0]
 
 
 # -------------------------------------------------------------------- own csv files
@@ -185,8 +168,8 @@ def read_agnews_file(path: Path) -> TextSplit:
 
 def read_own_csv(
     folder: Path,
-    choice: ColumnChoice,
     *,
+    choice: ColumnChoice = NO_CHOICE,
     classes: Sequence[str] = (),
     enough: Sequence[str] = (),
     trained: ColumnChoice = NO_CHOICE,
@@ -194,45 +177,60 @@ def read_own_csv(
     """Read the files of own data for `read_text_splits`.
 
     Args:
+        choice: the columns that the user chose.
+        classes: of a trained model; empty to take those of the training file.
+        enough: as of `needed_splits`.
         trained: names of a trained model's columns, taken where a file has all its texts'.
     Raises:
         InputError: a file is missing or broken, a column is not there, a label is empty or unknown.
     """
     paths = needed_splits(folder, SUFFIXES, enough=enough)
+    is_chosen = choice.label is not None and bool(choice.texts)
     splits: dict[str, TextSplit] = {}
     names = list(classes)
     train: CsvTable | None = None
     for split, path in paths.items():
         table = open_table(path, choice, train=train, trained=trained)
         train = train or table
-        numbers, labels, texts, empty = class_numbers(names), [], StoredTexts(), []
-        for number, row in table.rows():
-            labels.append(table.labels_of(number, row, numbers))
-            texts.append(clean_text(" ".join(row[i] for i in table.texts)))
-            if not texts.sizes[-1]:
-                empty.append(number)
-        if len(empty) == len(labels):
-            raise InputError(f"{path}: no row has a text; choose its column with --text_column")
-        notes = [table.describe()]
-        if empty:
-            notes.append(
-                f"warning: {path}: {len(empty)} of {len(labels)} rows have no text (the first is "
-                f"row {empty[0]}); they are kept, and count like the others"
-            )
-        is_chosen = choice.label is not None and bool(choice.texts)
-        names = names or name_classes(labels, texts, table, is_chosen=is_chosen)
-        columns = NO_CHOICE
-        if header := table.header:
-            columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
-        several = choice.separator is not None
-        found = numbered(labels, names, several=several)
-        has_groups = choice.group and split == "train" and [*paths.values()].count(path) == 1
-        groups = table.groups(choice.group) if has_groups and choice.group else ()
-        splits[split] = TextSplit(
-            found if several else found.tolist(), texts, tuple(notes), columns, groups
-        )
+        splits[split], names = read_table(table, names, is_chosen=is_chosen)
+        if choice.group and split == "train" and [*paths.values()].count(path) == 1:
+            splits[split].groups = table.groups(choice.group)
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
+
+
+def read_table(
+    table: CsvTable, classes: list[str], *, is_chosen: bool = False
+) -> tuple[TextSplit, list[str]]:
+    """Read the rows of a file, and return its classes as well.
+
+    Args:
+        classes: those that there may be; empty to take those of the file, see `name_classes`.
+        is_chosen: as of `name_classes`.
+    Raises:
+        InputError: a row is broken, its label is empty or unknown, or no row has a text.
+    """
+    labels, texts, empty = [], StoredTexts(), []
+    for number, row, names in table.labelled_rows(classes):
+        labels.append(names)
+        texts.append(clean_text(" ".join(row[i] for i in table.texts)))
+        if not texts.sizes[-1]:
+            empty.append(number)
+    if len(empty) == len(labels):
+        raise InputError(f"{table.path}: no row has a text; choose its column with --text_column")
+    notes = [table.describe()]
+    if empty:
+        notes.append(
+            f"warning: {table.path}: {len(empty)} of {len(labels)} rows have no text (the first is "
+            f"row {empty[0]}); they are kept, and count like the others"
+        )
+    classes = classes or name_classes(labels, texts, table, is_chosen=is_chosen)
+    columns = NO_CHOICE
+    if header := table.header:
+        columns = ColumnChoice(header[table.label], tuple(header[i] for i in table.texts))
+    several = table.separator is not None
+    found = numbered(labels, classes, several=several)
+    return TextSplit(found if several else found.tolist(), texts, tuple(notes), columns), classes
 
 
 def name_classes(
@@ -243,9 +241,9 @@ def name_classes(
     Args:
         is_chosen: whether the user chose the columns of label and text.
     Raises:
-        InputError: the labels are not those of a classification, or one seems to be from a header:
-            that of a first row alone; or that of the first row or of a usual name with one word as
-            its text however often, unless the columns are chosen or rows are objects.
+        InputError: the labels are not those of a classification, or that of the first row seems to
+            be from a header: no other text has it, and it comes once, or with one word as its text,
+            unless the columns are chosen.
     """
     counts = Counter(chain.from_iterable(labels))
     first = next(iter(counts), "")
@@ -261,22 +259,18 @@ def name_classes(
             f"classes (such as {shorten(first)!r}); choose the column of the label with "
             "--label_column"
         )
-    own = normal_form(table.header[table.label]) if table.header else first
-    suspects = LABEL_NAMES - {"y"} | {own} - {own[:1] if table.header else ""}  # y stands for yes
-    for name in [name for name in counts if suspects.intersection([name, normalise(name)])]:
-        places = [place for place, label in enumerate(labels) if name in label]
-        words = {texts[place] for place in places}
-        is_header = len(words) == 1 == len(next(iter(words)).split())
-        is_header = is_header and not is_chosen and table.path.suffix.lower() != ".jsonl"
-        is_lone = not table.header and places == [0]
-        if (is_header or is_lone) and len({*zip(labels, texts)}) > len(counts):
-            number, row = next(islice(table.rows(), places[0], None))
-            raise InputError(
-                f"{table.path}, row {number}: no other text has the label {shorten(name)!r}; if "
-                f"this row is a header ({list_names(row)}), name its columns with --label_column "
-                "and --text_column, or delete it below another header; if it is data, let the "
-                "first row be a header such as label,text, and name the columns as well"
-            )
+    places = [place for place, label in enumerate(labels) if first in label]
+    has_one_text = {texts[place] for place in places} == {texts[0]}
+    is_lone = places == [0] or (len(texts[0].split()) == 1 and not is_chosen)
+    is_data = bool(table.header) or len({*zip(labels, texts)}) <= len(counts)
+    if has_one_text and is_lone and not is_data:
+        number, row = next(table.rows())
+        raise InputError(
+            f"{table.path}, row {number}: no other text has the label {shorten(first)!r}; if this "
+            f"row is a header ({list_names(row)}), name its columns with --label_column and "
+            "--text_column, or delete it below another header; if it is data, let the first row "
+            "be a header such as label,text, and name the columns as well"
+        )
     return sort_classes(counts)
 
 

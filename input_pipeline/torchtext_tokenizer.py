@@ -11,21 +11,13 @@ not load beside a current torch.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
-from types import ModuleType
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
 
 from errors import in_one_line
 
 INSTALL_HINT = "bash setup_venv.sh requirements-legacy.txt makes .venv-legacy, which has it"
 UNKNOWN, CLS = 1, 2  # ids of two special tokens
-
-
-class Encoding(NamedTuple):
-    """The encoding of one text, as `tokenizers.Encoding`."""
-
-    ids: list[int]
 
 
 class TorchtextTokenizer:
@@ -42,21 +34,21 @@ class TorchtextTokenizer:
     def __init__(self, vocabulary: Sequence[str]) -> None:
         torchtext = _require_torchtext()
         self.split = torchtext.data.get_tokenizer("basic_english")
-        self.vocab = torchtext.vocab.vocab(OrderedDict((word, 1) for word in vocabulary))
-        self.vocab.set_default_index(UNKNOWN)
+        self.ids = {word: number for number, word in enumerate(vocabulary)}
 
     @classmethod
     def from_str(cls, text: str) -> TorchtextTokenizer:
         return cls(json.loads(text)["torchtext"])
 
     def to_str(self) -> str:
-        return json.dumps({"torchtext": self.vocab.get_itos()})
+        return json.dumps({"torchtext": list(self.ids)})
 
     def get_vocab_size(self) -> int:
-        return len(self.vocab)
+        return len(self.ids)
 
-    def encode_batch_fast(self, texts: Sequence[str]) -> list[Encoding]:
-        return [Encoding([CLS, *self.vocab.lookup_indices(self.split(text))]) for text in texts]
+    def encode_batch_fast(self, texts: Sequence[str]) -> list[SimpleNamespace]:
+        words = ([self.ids.get(word, UNKNOWN) for word in self.split(text)] for text in texts)
+        return [SimpleNamespace(ids=[CLS, *ids]) for ids in words]
 
 
 def train(

@@ -8,6 +8,7 @@ numbers.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def checkpoint_activations(model: nn.Module) -> int:
         return model.checkpoint_activations()
     blocks = residual_blocks(model)
     for block in blocks:
-        block.run = run_checkpointed
+        block.forward = partial(run_checkpointed, block)  # type: ignore[method-assign]
     return len(blocks)
 
 
@@ -43,7 +44,8 @@ def run_checkpointed(block: ResidualBlock, *inputs: Tensor) -> Tensor:
     def contexts() -> tuple[Any, Any]:  # of the forward pass and of the recomputation
         return contextlib.nullcontext(), _frozen_statistics(block)
 
-    return checkpoint(block.compute, *inputs, use_reentrant=False, context_fn=contexts)
+    compute = partial(type(block).forward, block)
+    return checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 @contextlib.contextmanager

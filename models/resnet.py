@@ -64,7 +64,7 @@ class BasicBlock(ResidualBlock, ConvNormModule):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(inputs, width * self.expansion, stride=stride)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv_norm(x, self.conv1, norm=self.bn1, relu=True)
         y = self.conv_norm(y, self.conv2, norm=self.bn2)
         return self.relu(y + (x if self.downsample is None else self.downsample(x)))
@@ -90,7 +90,7 @@ class Bottleneck(ResidualBlock, ConvNormModule):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(inputs, outputs, stride=stride)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = self.conv_norm(x, self.conv1, norm=self.bn1, relu=True)
         y = self.conv_norm(y, self.conv2, norm=self.bn2, relu=True)
         y = self.conv_norm(y, self.conv3, norm=self.bn3)

@@ -84,7 +84,7 @@ class Block(ResidualBlock):
         )
         self.dropout = Dropout(dropout)
 
-    def compute(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), mask))
         return x + self.dropout(self.mlp(self.norm2(x)))
 

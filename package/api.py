@@ -31,6 +31,7 @@ from dynamic_batch import (
     at_milestones,
     replacing_decay,
 )
+from errors import exit_code
 from mixup import MetaMixup
 from ngd import NGD
 from optimizers.base import GradScalerOptimizer
@@ -99,11 +100,10 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         tables = own_data.find_splits(folder, csv_tables.SUFFIXES).values()
         readers = [csv_tables.table_reader(each, flags.get("label_separator")) for each in tables]
         headers = [[*map(csv_tables.normalise, next(read())[1])] for read in readers]
-        of_images = all("image" in header for header in headers)
-        if "dataset" in flags:
-            of_images = flags["dataset"] == "folder"
+        own = "folder" if all("image" in header for header in headers) else "csv"
+        flags = {"dataset": own, "data_dir": folder, **flags}
         script: Any
-        if of_images:
+        if flags["dataset"] == "folder":
             import resnet50_test
 
             script = resnet50_test
@@ -111,7 +111,6 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
             import transformer_test
 
             script = transformer_test
-    flags = {"dataset": "folder" if of_images else "csv", "data_dir": folder, **flags}
     parser = script.parser()
     words = [
         word
@@ -153,8 +152,6 @@ def _training_packages() -> Iterator[None]:
 
 def images_command() -> int:
     """Run resnet50_test.py as a console script; returns the exit code."""
-    from errors import exit_code
-
     with _training_packages():
         import resnet50_test
 
@@ -163,8 +160,6 @@ def images_command() -> int:
 
 def texts_command() -> int:
     """Run transformer_test.py as a console script; returns the exit code."""
-    from errors import exit_code
-
     with _training_packages():
         import transformer_test
 

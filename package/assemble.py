@@ -3,14 +3,13 @@
 pip install .                        # calls build_wheel, as pyproject.toml says
 
 The repository's modules lie side by side at its root, and other packages have modules of the same
-names. Here they become one package: package/api.py is its __init__, and the modules that this one
-needs lie beside it as they lie at the root, with imports such as
+names. Here they become one package: package/api.py is its __init__, and the modules of the root and
+of `ROOMS` lie beside it as they lie here, with imports such as
 
     from optimizers.base import GradScalerOptimizer                     # in the repository
     from faster_training.optimizers.base import GradScalerOptimizer     # in the package
 """
 
-import ast
 import os
 import re
 import shutil
@@ -20,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "faster_training"
-API = "package.api"
+API = ROOT / "package" / "api.py"
+ROOMS = ("cli", "training", "optimizers", "distributed", "models", "input_pipeline", "backends")
 BUILD_SYSTEM = """[build-system]
 requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
@@ -80,13 +80,15 @@ def _build(directory: str, write: Callable[[Path], None], kind: str = "wheel") -
 
 def assemble(folder: Path) -> None:
     """Write the package and its pyproject.toml into a folder."""
-    modules = needed_modules()
-    tops = {name.partition(".")[0] for name in modules}
-    for name, path in modules.items():
-        relative = path.relative_to(ROOT) if name != API else Path("__init__.py")
-        target = folder / PACKAGE / relative
+    modules = [
+        API,
+        *ROOT.glob("*.py"),
+        *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")),
+    ]
+    for path in modules:
+        target = folder / PACKAGE / ("__init__.py" if path == API else path.relative_to(ROOT))
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = with_package_imports(path.read_text(encoding="utf-8"), tops)
+        text = with_package_imports(path.read_text(encoding="utf-8"))
         target.write_text(text, encoding="utf-8")
     for path in (path for pattern in DATA for path in ROOT.glob(pattern)):
         target = folder / PACKAGE / path.relative_to(ROOT)
@@ -111,8 +113,7 @@ def write_project(folder: Path) -> None:
         r"(?m)^(?=\[[^\[\n]+\]$)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
     project = "".join(section for section in sections if section.startswith("[project"))
-    api = (ROOT / "package" / "api.py").read_text(encoding="utf-8")
-    version = re.findall(r'(?m)^__version__ = "(.+)"', api)[0]
+    version = re.findall(r'(?m)^__version__ = "(.+)"', API.read_text(encoding="utf-8"))[0]
     project = project.replace('dynamic = ["version"]', f'version = "{version}"')
     parents = {path.parent.relative_to(folder) for path in folder.rglob("*.py")}
     packages = sorted(".".join(parent.parts) for parent in parents)
@@ -121,49 +122,11 @@ def write_project(folder: Path) -> None:
     )
 
 
-def needed_modules() -> dict[str, Path]:
-    """The file of each module that the API imports, directly or not, and of their packages."""
-    found: dict[str, Path] = {}
-    waiting = [API]
-    while waiting:
-        name = waiting.pop()
-        path = _module_file(name)
-        if path is None or name in found:
-            continue
-        found[name] = path
-        waiting += imported_names(path.read_text(encoding="utf-8"))
-        if name != API:
-            waiting.append(name.rpartition(".")[0])
-    return found
-
-
-def _module_file(name: str) -> Path | None:
-    """The file of a module of this repository; None where it is another package's."""
-    path = ROOT.joinpath(*name.split("."))
-    candidates = (path.with_suffix(".py"), path / "__init__.py") if name else ()
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
-def imported_names(source: str) -> list[str]:
-    """What a module imports: names of modules, and of what may be a module within a package."""
-    names = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names
-
-
-def with_package_imports(source: str, tops: set[str]) -> str:
+def with_package_imports(source: str) -> str:
     """A module's source with the imports of this repository's modules as the package has them.
 
     Those of examples in docstrings are changed as well.
-
-    Args:
-        source: the source.
-        tops: the modules and packages at the root.
     """
-    top = "|".join(sorted(tops))
+    top = "|".join([*ROOMS, *(path.stem for path in ROOT.glob("*.py"))])
     source = re.sub(rf"(?m)^(\s*)import ({top})$", rf"\1from {PACKAGE} import \2", source)
     return re.sub(rf"(?m)^(\s*)from ({top})(?=[. ])", rf"\1from {PACKAGE}.\2", source)

@@ -153,7 +153,7 @@ def test_changes_by_row_depend_on_seed_epoch_and_row_alone(folder):
     with_pixels = dataclasses.replace(images, pixels=images.decode(torch.arange(40)))
     generator, state = torch.Generator().manual_seed(0), torch.get_rng_state()
     create = partial(ImageDataset, mean=MEAN, std=STD, device=CPU, decoder=FileDecoder(2))
-    resident = partial(create, images, resident=True)
+    resident = partial(create, with_pixels, resident=True)
     streamed = partial(create, images, resident=False)
     sets = (
         partial(streamed, decoder=FileDecoder(0)),
