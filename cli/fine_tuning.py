@@ -193,7 +193,8 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
             data.metadata["probe"] = {**reached, "eval_set": name}
     if not keeps:
         return data
-    linear_probe.take_features(model, head)
+    # Other layers are frozen: the model takes what its head sees in place of inputs.
+    model.forward = head.forward  # type: ignore[method-assign]
     train = features.pop("train")
     return dataclasses.replace(data, train=train, eval_sets=features, model_mixes=False)
 
