@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint needs to go on; its best epoch, its end, the time left."""
+"""Where a run is: what a checkpoint needs to go on; its best epoch, and its end."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,11 +56,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days".replace(".0 ", " ")
 
 
-def time_left(seconds: float, *, done: float, epochs: int) -> str:
-    """The time to the end of a run that took `seconds` for its first `done` epochs, in words."""
-    return duration(seconds / done * (epochs - done))
-
-
 def device_hours(rows: Sequence[Row]) -> float:
     """What epochs have cost: hours times GPUs, or nodes on CPUs, which may change on the way."""
     ends = [row["seconds"] for row in rows]
@@ -89,14 +84,10 @@ class Progress:
     temperature: float = 1.0  # of the last evaluation's logits, fitted to validation rows
 
     @property
-    def epoch_samples(self) -> int:
-        """Samples of this epoch that are done."""
-        return self.samples - next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
-
-    @property
     def samples_per_second(self) -> float:
         """The speed of this epoch's training."""
-        return self.epoch_samples / max(self.train_seconds, 1e-9)
+        before = next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
+        return (self.samples - before) / max(self.train_seconds, 1e-9)
 
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
@@ -134,5 +125,4 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
