@@ -70,7 +70,7 @@ class Progress:
     epoch: int = 0  # of each of the first four: how many are done
     step: int = 0
     step_in_epoch: int = 0
-    samples: int = 0
+    samples: int = 0  # of all ranks
     rollbacks: int = 0  # returns to a checkpoint after divergence
     lr_factor: float = 1.0  # what they did to the learning rate
     seconds: float = 0.0  # since the run began, without saving
@@ -91,12 +91,6 @@ class Progress:
 
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
-
-    def count_step(self, samples: int) -> None:
-        """Count a step; the samples are those of all ranks."""
-        self.step += 1
-        self.step_in_epoch += 1
-        self.samples += samples
 
     def rescale_epoch(self, old_batch_size: int, new_batch_size: int) -> None:
         """Count the steps of this epoch in batches of another size."""
