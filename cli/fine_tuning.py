@@ -90,7 +90,8 @@ def begin_with_weights(
     elif settings.lora and isinstance(model, Encoder):  # so that its weights must all be there
         model.model.base_model.requires_grad_(False)
     if settings.freeze and run.checkpoint is not None:
-        load_into(model, run.checkpoint.state["model"], "model", flag="--resume")
+        with refused_as("--resume", (InputError,)):
+            load_into(model, run.checkpoint.state["model"], "model")
     if saved is not None:
         line, is_new = load_weights(settings, run, model, saved, data.metadata)
         if world.is_main:

@@ -200,7 +200,6 @@ class LocalSGD(AllReduceHook):
         self.sync_replicas(parameters)
 
     def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
-        """Replace the weights by their mean over the ranks."""
         average_tensors(parameters, self.averager)
         self.world.traffic += self.averager.take_traffic()
 

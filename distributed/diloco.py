@@ -81,7 +81,6 @@ class DiLoCo(LocalSGD):
             p.copy_(a)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """The number of steps so far, and of all parameters what the outer steps remember."""
         return {
             **super().state_dict(parameters),
             "common": [a.cpu() for a in self.common],

@@ -97,7 +97,6 @@ class Progress:
         self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
 
     def end_epoch(self) -> None:
-        """Count an epoch as done."""
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
 
     def add_row(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:

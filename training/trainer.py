@@ -673,7 +673,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        with refused_as(checkpoint.source or str(checkpoint.file), (InputError,)):
+        with refused_as(str(checkpoint.file), (InputError,)):
             self.parts.load_state_dict(checkpoint.state)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now
