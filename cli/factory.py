@@ -511,10 +511,9 @@ def trained_classifier(
     assert checkpoint is not None
     kept = {**checkpoint.metadata, **(metadata or {}), "flags": {**vars(settings)}}
     card = read_card(kept, checkpoint.temperature)
-    flag = "--resume" if settings.checkpoint is None else "--checkpoint"
     weights, device = checkpoint.weights, run.world.device
     with refused_as(f"--arch {settings.arch}", (InputError,)):
-        found = classifier.trained_classifier(weights, card, device, flag=flag)
+        found = classifier.trained_classifier(weights, card, device)
     if run.world.is_main:
         line = describe_checkpoint(checkpoint.file, checkpoint.progress)
         print(line, file=sys.stderr if settings.predict else sys.stdout, flush=True)

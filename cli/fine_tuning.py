@@ -90,7 +90,8 @@ def begin_with_weights(
     elif settings.lora and isinstance(model, Encoder):  # so that its weights must all be there
         model.model.base_model.requires_grad_(False)
     if settings.freeze and run.checkpoint is not None:
-        load_into(model, run.checkpoint.state["model"], "model", flag="--resume")
+        with refused_as("--resume", (InputError,)):
+            load_into(model, run.checkpoint.state["model"], "model")
     if saved is not None:
         line, is_new = load_weights(settings, run, model, saved, data.metadata)
         if world.is_main:
@@ -193,7 +194,8 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
             data.metadata["probe"] = {**reached, "eval_set": name}
     if not keeps:
         return data
-    linear_probe.take_features(model, head)
+    # Other layers are frozen: the model takes what its head sees in place of inputs.
+    model.forward = head.forward  # type: ignore[method-assign]
     train = features.pop("train")
     return dataclasses.replace(data, train=train, eval_sets=features, model_mixes=False)
 

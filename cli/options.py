@@ -68,7 +68,8 @@ def parse(
     found, path = None, resume_path(start, script)
     if path is not None:
         source = "--resume" if start["checkpoint"] is None else "--checkpoint"
-        found = checkpoint.load(path, script, flag=source)
+        with refused_as(f"{source} {path}", (InputError,)):
+            found = checkpoint.load(path, script)
         if found.warning:
             print_once(found.warning)
         defaults |= restored_flags(found.flags, parser)

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distributed.worker import is_restarted
 from distributed.world import READ_SECONDS, World
 from errors import InputError, SharedInputError
 
@@ -50,10 +49,10 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
 
 def report_restart(world: World, epoch: int) -> None:
     """Say on rank 0 that torchrun restarted the job, and from which epoch it goes on."""
-    if world.is_main and is_restarted():
-        name = "TORCHELASTIC_MAX_RESTARTS"
-        count = f"{os.environ['TORCHELASTIC_RESTART_COUNT']} of {os.environ.get(name, '?')}"
-        print(f"restart {count}, from epoch {epoch}", file=sys.stderr, flush=True)
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if world.is_main and count not in ("", "0"):
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        print(f"restart {count} of {most}, from epoch {epoch}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,10 +157,11 @@ class RoundedGradients(AllReduceHook):
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
-        return _by_number(self.errors, parameters)
+        return {str(n): self.errors[p].cpu() for n, p in enumerate(parameters) if p in self.errors}
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
-        self.errors = _by_parameter(state, parameters)
+        numbered = {str(n): p for n, p in enumerate(parameters)}
+        self.errors = {p: state[n].to(p.device) for n, p in numbered.items() if n in state}
 
 
 class LocalSGD(AllReduceHook):
@@ -199,7 +200,6 @@ class LocalSGD(AllReduceHook):
         self.sync_replicas(parameters)
 
     def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
-        """Replace the weights by their mean over the ranks."""
         average_tensors(parameters, self.averager)
         self.world.traffic += self.averager.take_traffic()
 
@@ -208,18 +208,6 @@ class LocalSGD(AllReduceHook):
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         self.steps = state.get("steps", 0)  # 0 after a run without this hook
-
-
-def _by_number(values: Mapping[Tensor, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The values of parameters by the parameters' numbers, in the memory of the host."""
-    return {str(n): values[p].cpu() for n, p in enumerate(parameters) if p in values}
-
-
-def _by_parameter(
-    state: Mapping[str, Tensor], parameters: Sequence[Tensor]
-) -> dict[Tensor, Tensor]:
-    """Inverse of `_by_number`, on the parameters' devices."""
-    return {p: state[str(n)].to(p.device) for n, p in enumerate(parameters) if str(n) in state}
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

@@ -112,7 +112,6 @@ class DiLoCo(LocalSGD):
             self.outer_step(parameters)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """The number of steps so far, and of all parameters what the outer steps remember."""
         return {
             **super().state_dict(parameters),
             "met": self.met,

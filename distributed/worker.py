@@ -64,8 +64,3 @@ def launcher_id() -> str:
         return ""
     after_name = status.rpartition(")")[2].split()  # the name of a program may hold blanks
     return f"{boot}-{os.getppid()}-{after_name[19]}"  # field 22 of proc(5): clock ticks since boot
-
-
-def is_restarted() -> bool:
-    """Whether torchrun starts this process anew because the one before it failed."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")

@@ -43,7 +43,6 @@ class Checkpoint:
     warning: str = ""  # a line, where the file is not the one that was to be read
     # What is not as in the run that wrote it, by the names of flags: [before, now].
     changed: dict[str, list[Any]] = field(default_factory=dict)
-    source: str = ""  # as messages name it: the file, behind the flag that asked for it
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def latest_files(folder: Path) -> list[Path]:
 # -------------------------------------------------------------------- reading
 
 
-def load(path: Path, script: str = "", *, flag: str = "") -> Checkpoint:
+def load(path: Path, script: str = "") -> Checkpoint:
     """Read a checkpoint, onto the CPU.
 
     Of a run folder it is the newest that is not damaged; if that is not last.pt, `warning` says so.
@@ -133,14 +132,13 @@ def load(path: Path, script: str = "", *, flag: str = "") -> Checkpoint:
     Args:
         path: a checkpoint or a run folder.
         script: name of the script that wrote it; '' is any.
-        flag: which asked for it, if one did; messages begin with it.
     Raises:
         InputError: missing, damaged, not a checkpoint, or another script's.
     """
     damage: list[str] = []
     for file in (latest_files(path) if path.is_dir() else []) or [path]:
         try:
-            found = _load_file(file, script, where=f"{flag} {file}".strip())
+            found = _load_file(file, script)
         except _Damage as error:
             damage.append(f"{file} is damaged ({error})")
             continue
@@ -151,20 +149,19 @@ def load(path: Path, script: str = "", *, flag: str = "") -> Checkpoint:
                 f"{found.progress['epoch']} epochs and {found.progress['step']} steps"
             )
         return found
-    problem = f"{', '.join(damage)}; give the run folder, or its best.pt, or start anew"
-    raise InputError(f"{flag}: {problem}" if flag else problem)
+    raise InputError(f"{', '.join(damage)}; give the run folder, or its best.pt, or start anew")
 
 
 class _Damage(Exception):
     """A file is not what was written."""
 
 
-def _load_file(path: Path, script: str, *, where: str) -> Checkpoint:
+def _load_file(path: Path, script: str) -> Checkpoint:
     """`load` of a file; raises _Damage where it is not what was written."""
     if not path.is_file():
-        raise InputError(f"{where}: no such checkpoint; give a run folder or a .pt file")
+        raise InputError(f"{path}: no such checkpoint; give a run folder or a .pt file")
     if path.suffix in (".onnx", ".pt2", ".safetensors"):
-        raise InputError(f"{where}: is an export; give the last.pt or best.pt of its run")
+        raise InputError(f"{path}: is an export; give the last.pt or best.pt of its run")
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()  # by its checksums, which torch does not read
@@ -173,25 +170,24 @@ def _load_file(path: Path, script: str, *, where: str) -> Checkpoint:
             content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many types for many kinds of damage
         if isinstance(error, OSError) and error.errno != errno.EIO:
-            raise InputError(f"{where}: cannot be read ({error.strerror})") from None
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
         raise _Damage(f"truncated or not a checkpoint: {first_line(error)}") from None
     if changed is not None:
         raise _Damage(f"{changed} in it does not match its checksum")
     written = content.pop("format", None) if isinstance(content, dict) else None
     if written != FORMAT:
         raise InputError(
-            f"{where}: not a checkpoint of this version of the project ({written}, not {FORMAT}); "
+            f"{path}: not a checkpoint of this version of the project ({written}, not {FORMAT}); "
             "give the last.pt or best.pt of a run folder, or use the commit in its config.json"
         )
     if script and content.get("script", script) != script:
         raise InputError(
-            f"{where}: written by {content['script']}.py, not {script}.py; use it with its own "
-            "script"
+            f"{path}: written by {content['script']}.py, not {script}.py; use that one"
         )
     state = {name: content.pop(name, None) for name in STATE}
     state |= {name: copy.deepcopy(state[name]) for name in STATE if name not in MAPPED}
     progress, metadata = content.pop("progress", {}), copy.deepcopy(content)
-    return Checkpoint(path, metadata, copy.deepcopy(progress), state, source=where)
+    return Checkpoint(path, metadata, copy.deepcopy(progress), state)
 
 
 def read_progress(path: Path) -> dict[str, Any] | None:
@@ -202,11 +198,9 @@ def read_progress(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "") -> None:
+def load_into(target: Any, state: Mapping[str, Any], what: str) -> None:
     """Call `target.load_state_dict(state)`; messages call the target `what`.
 
-    Args:
-        flag: which asked for the checkpoint, if one did; messages begin with it.
     Raises:
         InputError: the state does not fit, so the flags are not those of the run that wrote it.
     """
@@ -218,9 +212,10 @@ def load_into(target: Any, state: Mapping[str, Any], what: str, *, flag: str = "
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError) as error:
-        problem = f"the checkpoint's {what} does not fit the one these flags describe "
-        problem += f"({last_line(error)}); use the flags of the first run"
-        raise InputError(f"{flag}: {problem}" if flag else problem) from None
+        raise InputError(
+            f"the checkpoint's {what} does not fit the one these flags describe "
+            f"({last_line(error)}); use the flags of the first run"
+        ) from None
 
 
 def to_cpu(state: Any) -> Any:

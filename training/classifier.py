@@ -34,19 +34,19 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     Warns:
         The last checkpoint of the folder is damaged, and the one before it is taken.
     """
-    found = checkpoint.load(Path(path), flag="load")
+    found = checkpoint.load(Path(path))
     if found.warning:
         warnings.warn(found.warning, stacklevel=2)
     card = read_card(found.metadata, found.temperature)
-    return trained_classifier(found.weights, card, torch.device(device), flag="load")
+    return trained_classifier(found.weights, card, torch.device(device))
 
 
 def trained_classifier(
-    weights: Mapping[str, Tensor], card: Card, device: torch.device, *, flag: str
+    weights: Mapping[str, Tensor], card: Card, device: torch.device
 ) -> Classifier:
-    """Make the model of a card; weights that do not fit are refused in a line that names `flag`."""
+    """Make the model of a card; weights that do not fit are an InputError."""
     model = card.create_model()
-    checkpoint.load_into(model, weights, "model", flag=flag)
+    checkpoint.load_into(model, weights, "model")
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Classifier(model.eval(), card)
 

@@ -84,10 +84,8 @@ def report_result(
     log: RunLog,
     *,
     is_saved: bool,
-    baseline: Mapping[str, Any] | None,
-    probe: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any],
     evaluated: Mapping[str, Evaluation],
-    classes: Sequence[str],
     shown: Mapping[str, Show],
 ) -> None:
     """Print what the last and the best epoch of a run reached, and the cost; write result.json.
@@ -96,16 +94,16 @@ def report_result(
 
     Args:
         is_saved: whether the last checkpoint could be written.
-        baseline, probe: what simple models reached: the fields of a `Baseline`, and `eval_set`.
+        metadata: of the checkpoints: `classes`, and what simple models reached, `baseline` and
+            `probe`, as of `against`.
         evaluated: the last evaluation on each set.
-        classes: their names.
         shown: what a report shows of the rows of a set, by its name.
     Raises:
         InputError: the checkpoint could not be written.
     """
     if not world.is_main:
         return
-    rows, best_epoch = progress.rows, progress.best["epoch"]
+    rows, best_epoch, classes = progress.rows, progress.best["epoch"], metadata["classes"]
     missing = "" if is_saved else "; this epoch is not in the file, which could not be written"
     last = rows[-1] if rows else {}
     main_set = "test" if "test" in evaluated else "val"
@@ -141,9 +139,9 @@ def report_result(
         f"device-hours; run folder {log.folder}",
         flush=True,
     )
-    verdicts = against(baseline, rows), against(probe, rows, name="linear probe")
-    for verdict in filter(None, verdicts):
-        print(f"last.pt: {verdict}", flush=True)
+    for simple, name in (("baseline", "baseline"), ("probe", "linear probe")):
+        if verdict := against(metadata.get(simple), rows, name=name):
+            print(f"last.pt: {verdict}", flush=True)
     if not is_saved:
         raise InputError(
             f"{log.folder}/last.pt could not be written at the end of the run (see the warnings "

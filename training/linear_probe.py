@@ -4,14 +4,13 @@
     features, labels = compute_features(model, head, train, precision=..., world=world)
     weight, bias = fit_probe(features, labels, classes=10)        # a first classifier, in seconds
     train = Features(features, labels, world.device)              # epochs without the network
-    take_features(model, head)
+    model.forward = head.forward
 
 A classifier that begins as the probe spares the layers before it the large first gradients of a
 random one (Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv:2202.10054).
 """
 
 from collections.abc import Generator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -138,12 +137,3 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
     optimizer.step(loss)
     own = weight.detach() / scale
     return own, bias.detach() - own @ mean.to(own.dtype)
-
-
-def take_features(model: nn.Module, head: nn.Linear) -> None:
-    """Let a model, whose other layers are frozen, take what its head sees in place of inputs."""
-    model.forward = partial(_logits_of, model, head)  # type: ignore[method-assign]
-
-
-def _logits_of(model: nn.Module, head: nn.Linear, features: Tensor) -> Tensor:
-    return head(features)

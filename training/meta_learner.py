@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from distributed.world import World
-from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from mixup import MetaMixup
 from training.evaluation import outputs
@@ -71,9 +70,6 @@ class MetaLearner:
         return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; that of an older meta-mixup is refused."""
-        if "is_over" not in state:
-            raise InputError("the run is of an older meta-mixup, and cannot go on")
         self.meta.load_state_dict(state)
         self.is_over = state["is_over"]
         if self.is_over:  # also of a run that is made longer

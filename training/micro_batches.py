@@ -6,8 +6,6 @@ for x, y in micro_batches.split(inputs, labels): ...
 
 from torch import Tensor
 
-from errors import InputError
-
 MIN_ROWS = 2  # of a micro-batch where the memory allows it: BatchNorm needs two
 
 
@@ -47,18 +45,3 @@ class MicroBatches:
         """
         number = number or self.number(len(labels))
         return list(zip(inputs.tensor_split(number), labels.tensor_split(number)))
-
-    def halve(self, batch_size: int) -> str:
-        """Halve the limit: the same global batch in half the memory; returns a line of the log."""
-        if self.number(batch_size) >= batch_size:
-            raise InputError(
-                "out of memory with a micro-batch of one sample; use a smaller model or image, "
-                "or another device"
-            )
-        before = -(-batch_size // self.number(batch_size))
-        self.limit = -(-before // 2)
-        return (
-            f"out of memory: micro-batch halved to {self.limit}, accumulation raised to "
-            f"{self.number(batch_size)}; the global batch is unchanged "
-            "(BatchNorm now sees the smaller micro-batch)"
-        )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from backends.execution import without_compilation
 from distributed.averaging import Traffic
 from distributed.world import World
+from errors import InputError
 from input_pipeline.dataset import BatchedDataset
 from training.checkpoint import rng_states, set_rng_states
 from training.micro_batches import MicroBatches
@@ -116,8 +117,19 @@ class Probe:
 
     def halve_micro_batch(self, batch_size: int) -> None:
         """Go on with the same global batch in half the memory, if it has more than one sample."""
-        message = self.micro_batches.halve(batch_size)
+        micro_batches, number = self.micro_batches, self.micro_batches.number(batch_size)
+        if number >= batch_size:
+            raise InputError(
+                "out of memory with a micro-batch of one sample; use a smaller model or image, "
+                "or another device"
+            )
+        largest = -(-batch_size // number)
+        micro_batches.limit = -(-largest // 2)
         self.model.zero_grad(set_to_none=True)
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.log.info(message)
+        self.log.info(
+            f"out of memory: micro-batch halved to {micro_batches.limit}, accumulation raised to "
+            f"{micro_batches.number(batch_size)}; the global batch is unchanged "
+            "(BatchNorm now sees the smaller micro-batch)"
+        )

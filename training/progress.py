@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint needs to go on; its best epoch, its end, the time left."""
+"""Where a run is: what a checkpoint needs to go on; its best epoch, and its end."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,11 +56,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days".replace(".0 ", " ")
 
 
-def time_left(seconds: float, *, done: float, epochs: int) -> str:
-    """The time to the end of a run that took `seconds` for its first `done` epochs, in words."""
-    return duration(seconds / done * (epochs - done))
-
-
 def device_hours(rows: Sequence[Row]) -> float:
     """What epochs have cost: hours times GPUs, or nodes on CPUs, which may change on the way."""
     ends = [row["seconds"] for row in rows]
@@ -75,7 +70,7 @@ class Progress:
     epoch: int = 0  # of each of the first four: how many are done
     step: int = 0
     step_in_epoch: int = 0
-    samples: int = 0
+    samples: int = 0  # of all ranks
     rollbacks: int = 0  # returns to a checkpoint after divergence
     lr_factor: float = 1.0  # what they did to the learning rate
     seconds: float = 0.0  # since the run began, without saving
@@ -89,30 +84,19 @@ class Progress:
     temperature: float = 1.0  # of the last evaluation's logits, fitted to validation rows
 
     @property
-    def epoch_samples(self) -> int:
-        """Samples of this epoch that are done."""
-        return self.samples - next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
-
-    @property
     def samples_per_second(self) -> float:
         """The speed of this epoch's training."""
-        return self.epoch_samples / max(self.train_seconds, 1e-9)
+        before = next((row["samples"] for row in reversed(whole_epochs(self.rows))), 0)
+        return (self.samples - before) / max(self.train_seconds, 1e-9)
 
     def device_hours(self, world: World) -> float:
         return device_hours([*self.rows, {"seconds": self.seconds, "devices": world.devices}])
-
-    def count_step(self, samples: int) -> None:
-        """Count a step; the samples are those of all ranks."""
-        self.step += 1
-        self.step_in_epoch += 1
-        self.samples += samples
 
     def rescale_epoch(self, old_batch_size: int, new_batch_size: int) -> None:
         """Count the steps of this epoch in batches of another size."""
         self.step_in_epoch = self.step_in_epoch * old_batch_size // new_batch_size
 
     def end_epoch(self) -> None:
-        """Count an epoch as done."""
         self.epoch, self.step_in_epoch, self.train_seconds = self.epoch + 1, 0, 0.0
 
     def add_row(self, row: dict[str, Any], chosen_by: str) -> dict[str, Any] | None:
@@ -134,5 +118,4 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)

@@ -18,7 +18,7 @@ from typing import IO, Any
 from distributed.agreement import on_main
 from distributed.worker import launcher_id
 from distributed.world import World
-from errors import InputError, writing
+from errors import InputError, in_one_line, writing
 from training.checkpoint import Checkpoint, latest_files, read_progress
 
 LOCK_FILE = ".lock"  # of a run folder
@@ -66,20 +66,17 @@ def make_run_folder(out: str | None, script: str) -> Path:
         InputError: the folder cannot be made.
     """
     folder = Path(out or f"runs/{script}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
+    free = folder
+    with in_one_line(f"{folder}: cannot be made", "; choose another folder", (OSError,)):
         if out:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
-        for number in itertools.count(1):
-            free = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        for number in itertools.count(2):
             with contextlib.suppress(FileExistsError):
                 free.mkdir(parents=True)
-                return free
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be made ({error.strerror}); choose another folder"
-        ) from None
-    raise AssertionError("a free name is always found")
+                break
+            free = folder.with_name(f"{folder.name}-{number}")
+    return free
 
 
 def lock_run_folder(folder: Path) -> IO[str]:

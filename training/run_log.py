@@ -20,7 +20,7 @@ from tqdm import tqdm
 from errors import discard_stdout, writing
 from training.atomic_file import atomic_write_text
 from training.evaluation import Evaluation
-from training.progress import Progress, duration, time_left
+from training.progress import Progress, duration
 from training.run_folder import is_locked, lock_run_folder
 from training.step_stats import StepTotals
 from training.tracking import TrackedRun
@@ -147,7 +147,7 @@ class RunLog:
             return
         self.write_rows(rows)
         seconds, done = rows[-1]["seconds"], rows[-1]["epoch"]
-        left = time_left(seconds, done=done, epochs=self.epochs)
+        left = duration(seconds / done * (self.epochs - done))
         shown = {"epoch": round(done, 2), "left": left.replace("days", "d")}
         self._show({**rows[-1], **shown})
         if self.tracked is not None:
@@ -213,7 +213,7 @@ class RunLog:
         if not bar.disable:
             bar.set_postfix_str(f"loss {loss:.4f}, acc {100 * accuracy:.2f} %", refresh=False)
         elif self.log_every and self.clock() - self.last_line >= self.log_every:
-            left = time_left(progress.seconds, done=done, epochs=self.epochs)
+            left = duration(progress.seconds / done * (self.epochs - done))
             self.info(
                 f"epoch {progress.epoch + 1}/{self.epochs}, "
                 f"step {progress.step_in_epoch} of {steps}: loss {loss:.4f}, "

@@ -175,7 +175,7 @@ class NoiseMeter:
 
     That is the squared norm of the averaged gradient, and that of a gradient of few samples: of the
     first micro-batch; or, where that is the whole step, of this rank before gradients are averaged.
-    Of the latter it keeps a number for each parameter and sums them in their order, since
+    Of the latter `squares` has a number for each parameter, to be summed in their order, since
     DistributedDataParallel lays its buckets out anew after its first step, and a resumed run is to
     come to the same sum.
     """
@@ -193,14 +193,6 @@ class NoiseMeter:
             self.indices[places] = torch.tensor(places, device=self.squares.device)
         norms = torch.stack(torch._foreach_norm(bucket.gradients()))
         self.squares.index_copy_(0, self.indices[places], norms.square().to(self.squares.dtype))
-
-    def small_square(self, gradients: list[Tensor], *, is_averaged: bool) -> Tensor:
-        """(), the squared norm of the gradients after the first micro-batch, scaled as the loss.
-
-        If these are averaged over the ranks already, since the micro-batch is the whole step, the
-        norm is that of this rank's own, from the buckets.
-        """
-        return self.squares.sum() if is_averaged else squared_norm(gradients)
 
     def means(self, totals: StepTotals, steps: int) -> dict[str, float] | None:
         """The arguments of `NoiseScale.observe`, per-step means; None if no step was measured."""

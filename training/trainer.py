@@ -36,7 +36,7 @@ from input_pipeline.dataset import BatchedDataset
 from models.averaged_views import AveragedViews
 from optimizers.base import step_unless_skipped
 from optimizers.schedules import Schedule
-from training import evaluation, recovery
+from training import evaluation, recovery, step_stats
 from training.batch_sampler import DynamicBatchSampler
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
@@ -248,10 +248,8 @@ class Trainer:
             self.world,
             self.log,
             is_saved="last" not in self.checkpointer.unsaved,
-            baseline=self.metadata.get("baseline"),
-            probe=self.metadata.get("probe"),
+            metadata=self.metadata,
             evaluated=self.evaluated,
-            classes=self.metadata["classes"],
             shown=self.shown,
         )
 
@@ -293,7 +291,9 @@ class Trainer:
                 if self.average is not None:
                     self.average.update(self.model)
                 self.world.first_step_done()
-                progress.count_step(planned.samples)
+                progress.step += 1
+                progress.step_in_epoch += 1
+                progress.samples += planned.samples
                 bar.update(planned.samples)
                 self.clock.add_elapsed()
                 if progress.step % LOG_INTERVAL[self.world.device.type] == 0:
@@ -416,7 +416,9 @@ class Trainer:
             is_measured = number == 1 and (not is_last or self.world.size > 1)
             if self.noise_meter is not None and is_measured:
                 scale = self.scaler.scale(torch.ones((), device=labels.device)) * share
-                square = self.noise_meter.small_square(self.gradients(), is_averaged=is_last)
+                # After the whole step gradients are averaged: this rank's own are in the buckets.
+                own = self.noise_meter.squares
+                square = own.sum() if is_last else step_stats.squared_norm(self.gradients())
                 sums.small_square.copy_(square / scale.square())
                 sums.inverse_small.fill_(1 / len(y))
                 sums.inverse_big.fill_(weight / (len(labels) * self.world.size))
@@ -671,7 +673,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; with another batch size at about the same place in the epoch."""
-        with refused_as(checkpoint.source or str(checkpoint.file), (InputError,)):
+        with refused_as(str(checkpoint.file), (InputError,)):
             self.parts.load_state_dict(checkpoint.state)
         if self.graph is not None:
             self.graph.invalidate()  # what the recorded step works on may lie elsewhere now

@@ -59,7 +59,6 @@ class WeightAverage:
             torch._foreach_copy_(averages, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights, and the number of steps that they are of."""
         return {"weights": self.model.state_dict(), "steps": self.steps}
 
     def own_state(self) -> dict[str, Tensor]:
