@@ -191,21 +191,24 @@ def evaluate(
         result = evaluate_labels(logits_of_rows, columns[0])
         return result if is_kept else replace(result, rows=None)
     targets, predicted, is_likely = (column[:, 0].long() for column in columns)
-    right, confusion = targets == predicted, None
+    right, every, confusion = targets == predicted, torch.ones_like(targets), None
     if num_classes <= MAX_CONFUSED_CLASSES:
-        pairs = (num_classes * targets + predicted).bincount(minlength=num_classes**2)
+        pairs = _count(num_classes**2, num_classes * targets + predicted, every)
         confusion = pairs.view(num_classes, num_classes)
-    counted = [
-        each.bincount(minlength=num_classes) for each in (targets[right], targets, predicted)
-    ]
+    counted = ((targets, right.long()), (targets, every), (predicted, every))
     return Evaluation(
         world.sum(loss).item() / len(data),
         right.double().mean().item(),
         is_likely.double().mean().item(),
-        class_counts=torch.stack(counted),
+        class_counts=torch.stack([_count(num_classes, *each) for each in counted]),
         confusion=confusion,
         rows=ScoredRows(logits_of_rows, targets) if is_kept else None,
     )
+
+
+def _count(size: int, numbers: Tensor, weights: Tensor) -> Tensor:
+    # as bincount, which fake tensors, whose values nobody knows, do not have
+    return torch.zeros(size, dtype=torch.long).index_add_(0, numbers, weights)
 
 
 def evaluate_labels(logits: Tensor, targets: Tensor) -> Evaluation:
