@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data = image_classification.load_data(settings, run, saved)
         if checkpoint and settings.evaluate:
             return factory.evaluate_checkpoint(settings, run, data)
+        settings = factory.with_batch_size(settings, run, data)
         model = image_classification.create_model(settings, run, data)
 
         data = fine_tuning.begin_with_weights(settings, run, model, saved, data)

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data = text_classification.load_data(settings, run, saved)
         if checkpoint and settings.evaluate:
             return factory.evaluate_checkpoint(settings, run, data)
+        settings = factory.with_batch_size(settings, run, data)
         settings = text_classification.with_epochs(settings, run, data)
         model = text_classification.create_model(settings, run, data)
 

@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import S, Settings
+from cli.settings import USUAL_BATCH, S, Settings
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -127,6 +127,17 @@ def create_run(
 def global_batch_size(settings: Settings, world: World) -> int:
     """Samples of the first step over all ranks."""
     return settings.batch_size * settings.accumulate * world.size
+
+
+def with_batch_size(settings: S, run: Run, data: Data) -> S:
+    """The settings, with an eighth of the rows as batch where the usual one has more than all."""
+    rows, batch = len(data.train), global_batch_size(settings, run.world)
+    if settings.batch_size != USUAL_BATCH or batch <= rows:
+        return settings
+    fitting = max(1, rows * settings.batch_size // (8 * batch))
+    if run.world.is_main:
+        print(f"batches of {fitting}, as there are {rows} training samples (--bs)", flush=True)
+    return replace(settings, batch_size=fitting)
 
 
 # -------------------------------------------------------------------- model

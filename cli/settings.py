@@ -103,6 +103,7 @@ def share_of_noise(text: str) -> float | str:
 # -------------------------------------------------------------------- what some flags are for
 
 SEVERAL = {"processes": ON}
+USUAL_BATCH = 128  # of a process; of few rows an eighth
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
 FORMS = [*comm_hooks.AllReduceHook.compressions, *comm_hooks.ROUNDED_BITS]
@@ -186,8 +187,8 @@ class Settings:
     workers: int | None = flag(natural, None, "processes that decode or augment images (default as "
         "many as --threads)", metavar="N", scope=Scope.NODE)
 
-    batch_size: int = flag(count, 128, "samples of a process in one forward and backward pass",
-        names="--bs --batch_size -b", metavar="N", common=True, group="training")
+    batch_size: int = flag(count, USUAL_BATCH, "samples of a process in one forward and backward "
+        "pass", names="--bs --batch_size -b", metavar="N", common=True, group="training")
     epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")

@@ -119,8 +119,9 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
         transformer_test, f"{flags}/several --label_separator | --fold 5/5 --out {out}-of-several"
     )
     assert "rows without a label: 24 of 72 in train, 6 of 18 in val" in console
-    console = run(transformer_test, f"{flags}/texts --fold 2/5 --out {out}")
+    console = run(transformer_test, f"{flags}/texts --fold 2/5 --bs 128 --out {out}")
     assert re.search(r"all 2 classes +72 +18", console)
+    assert "batches of 9, as there are 72 training samples" in console, "the usual 128 do not fit"
     first = ranks.metrics(out)[0]["val_loss"]
     resumed = run(transformer_test, f"--resume {out} --epochs 2 --seed 5")
     assert "warning" not in resumed, "the fold is the same with another seed"
