@@ -135,7 +135,7 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
     if augmentation.by_row:
         import torchvision.transforms.v2  # noqa: F401  before the workers, which share its memory
     workers = settings.workers if train.files is not None or augmentation.by_row else 0
-    decoder = FileDecoder(workers, seconds=run.world.limits.start)
+    decoder = FileDecoder(workers, seconds=run.world.limits.start, splits=chosen.values())
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
             keep = is_resident(settings, run, split) and not (

@@ -37,7 +37,7 @@ from distributed.worker import end_with_parent
 from distributed.world import World
 from errors import STOP_SIGNALS, InputError, in_one_line
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
-from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.image_datasets import ImageSplit, describe_damage
 
 STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
 STATISTICS_FILES = 2_000  # of files, which take long to decode
@@ -218,11 +218,19 @@ class FileDecoder:
         workers: number of processes; 0 decodes in this process, None is one for each thread of
             torch.
         seconds: after which the process ends where none of them computes, nor has an image.
+        splits: of the run, which are searched for further images where one cannot be read.
     """
 
-    def __init__(self, workers: int | None, *, seconds: float = math.inf) -> None:
+    def __init__(
+        self,
+        workers: int | None,
+        *,
+        seconds: float = math.inf,
+        splits: Iterable[ImageSplit] = (),
+    ) -> None:
         self.workers = torch.get_num_threads() if workers is None else workers
         self.seconds = seconds
+        self.splits = [split for split in splits if split.files is not None]
         self.idle = [self._start()]
 
     def _start(self) -> tuple[Tasks, DataLoader, list[int]]:
@@ -297,9 +305,12 @@ class FileDecoder:
         """
         parts = [rows.chunk(max(1, self.workers)) for rows in row_batches]
         tasks = (images.reader(part, changes) for of_rows in parts for part in of_rows)
-        with contextlib.closing(self.run(tasks)) as results:
-            for rows, of_rows in zip(row_batches, parts):
-                yield rows, list(itertools.islice(results, len(of_rows)))
+        try:
+            with contextlib.closing(self.run(tasks)) as results:
+                for rows, of_rows in zip(row_batches, parts):
+                    yield rows, list(itertools.islice(results, len(of_rows)))
+        except InputError as error:
+            raise InputError(f"{error}{describe_damage(self.splits)}") from None
 
 
 class Tasks(Dataset):

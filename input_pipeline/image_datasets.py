@@ -14,9 +14,11 @@ import dataclasses
 import io
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from input_pipeline.csv_tables import (
     table_reader,
 )
 from input_pipeline.own_data import (
+    MAX_NAMED,
     LeftOut,
     check_no_own,
     is_hidden,
@@ -62,6 +65,7 @@ FOLDER_IMAGE_SIZE = 32  # pixels a side where --image_size is not given
 FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's mode is I
 THUMBNAIL = 96  # pixels a side at most of an image of a page
 IN_FOLDERS = "folder"  # names the folder below that of the class where there are no columns
+SEARCH_SECONDS = 30.0  # for damaged images beside the first one
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
@@ -415,6 +419,24 @@ def read_images(
         image = read(None) if changes is None else changes.read(rows[place], read)
         pixels[place] = torch.from_numpy(np.array(image)).view_as(pixels[place])
     return pixels
+
+
+def describe_damage(splits: Iterable[ImageSplit]) -> str:
+    """Name the images of files that cannot be read, if there are several, within SEARCH_SECONDS."""
+    end, looked_at, damaged = time.monotonic() + SEARCH_SECONDS, 0, []
+    for file in chain.from_iterable(np.asarray(each.files) for each in splits):
+        if time.monotonic() > end:
+            break
+        looked_at += 1
+        try:
+            read_image(file, None, size=8, channels=3, interpolation="bilinear")
+        except InputError:
+            damaged.append(os.fsdecode(file))
+    if len(damaged) < 2:
+        return ""
+    rest = f" and {len(damaged) - MAX_NAMED} more" if len(damaged) > MAX_NAMED else ""
+    names = ", ".join(damaged[:MAX_NAMED])
+    return f"; of {looked_at} images {len(damaged)} cannot be read: {names}{rest}"
 
 
 def open_image(source: bytes | np.ndarray | Image.Image) -> Image.Image:

@@ -447,6 +447,9 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
         read = list(csv.DictReader(out.read_text().splitlines()))
         broken = [*map(str, victims[:number])]
         assert [each["name"] for each in read] == [name for name in files if name not in broken]
+    flags = f"--dataset folder --data_dir {photos} --val_fraction 0.5 {SHORT}"
+    line = refused("images", flags, "of 40 images 2 cannot be read", "")
+    assert all(line.count(str(victim)) for victim in victims), "also of the split that is not read"
 
 
 def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_path, refused):
