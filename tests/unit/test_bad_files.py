@@ -49,7 +49,7 @@ def cut(path: Path, length: int = 5000) -> None:
 UNFIT = [
     ("images", "--resume {texts}", "transformer_test"),
     ("texts", "--resume {images}", "resnet50_test"),
-    ("images", "--resume {images} --epochs 2 --arch resnet32", "--resume"),
+    ("images", "--resume {images} --epochs 2 --arch resnet32", "last.pt: the checkpoint"),
     ("texts", "--checkpoint {texts} --evaluate --depth 3", "Missing key(s) in state_dict"),
     ("images", "--resume {images} --predict nowhere.png", "nowhere.png"),
     ("images", "--resume {images} --predict text.png", "text.png"),
