@@ -159,7 +159,7 @@ def sentence(arms: Sequence[Contender]) -> str:
 
 def limits(arms: Sequence[Contender]) -> list[str]:
     """Return what may not be concluded from accuracies and rates, a sentence each."""
-    seeds, rows, found = len(arms[0].runs), arms[0].test_rows, []
+    seeds, found = len(arms[0].runs), []
     differ_in = arms[0].differ_in
     if seeds > 1:
         found.append(
@@ -179,12 +179,22 @@ def limits(arms: Sequence[Contender]) -> list[str]:
             f"These are {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of such "
             "races chance alone puts an arm ahead or behind."
         )
-    if rows:
-        share = statistics.mean(arms[0].accuracies) / 100
-        spread = 100 * math.sqrt(share * (1 - share) / rows)
+    if confusion := arms[0].runs[0].confusion:
+        rows = arms[0].test_rows
+
+        def spread(share: float) -> float:
+            return math.sqrt(share * (1 - share) / rows)
+
+        by_chance = 100 * spread(statistics.mean(arms[0].accuracies) / 100)
         found.append(
-            f"Another test set of {rows} rows may change an accuracy by {spread:.1f} points."
+            f"Another test set of {rows} rows may change an accuracy by {by_chance:.1f} points."
         )
+        largest = confusion.counts.sum(1).max() / rows  # a share of the rows
+        found += [
+            f"{arm.name} has learned nothing: the largest class alone has {100 * largest:.1f} %."
+            for arm in arms
+            if statistics.mean(arm.accuracies) / 100 < largest + 2 * spread(largest)
+        ]
     decays = {arm.name: arm.runs[0].flags.get("weight_decay") or 0.0 for arm in arms}
     if len({*decays.values()}) > 1:
         said = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())

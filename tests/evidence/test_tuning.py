@@ -407,6 +407,8 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert "recipe.yaml of a:\n" in out
     assert "a#2 cannot be told apart from a (+0.00 ± 0.20 points)" in out
     assert "b is behind a (-" in out
+    assert "b has learned nothing: the largest class alone has " in out
+    assert "a has learned" not in out
     assert out.endswith((tmp_path / "sweep" / "verdict.md").read_text())
     assert not [*trial.glob("*/*.pt")], "the weights of a search are left behind"
     for name in ("verdict.png", "report.html", "recipe.yaml"):
