@@ -155,6 +155,7 @@ def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fai
 def one_long_operation(lines) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's data loader does
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs in the background
     with recovery.caught_signals(lines.send):
         lines.send("started")
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # in which Python calls no handler
