@@ -28,7 +28,7 @@ from distributed.world import World
 class DiLoCo(LocalSGD):
     """DiLoCo (see above) as what data parallelism sends.
 
-    Before an evaluation, and so after each epoch, the ranks take an outer step as well.
+    After each epoch the ranks take an outer step as well, so that all evaluate the same weights.
 
     Args:
         every: H, steps between two outer steps.
@@ -126,7 +126,7 @@ class DiLoCo(LocalSGD):
             super().sync_replicas(parameters)
             self.start(parameters)
             return
-        self.met = state["met"]
+        self.met = state.get("met", self.after)  # of a run that did not count it
         devices = [p.device for p in parameters]
         self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
         self.errors = [torch.zeros_like(a) for a in self.common]

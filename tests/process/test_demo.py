@@ -12,6 +12,7 @@ import transformer_test
 import tuning.compare
 import tuning.race
 from cli import options
+from conftest import run
 
 SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PYTHON = ".venv/bin/python"
@@ -19,7 +20,7 @@ RECORD = "#!/usr/bin/env bash\nprintf '%q ' \"$@\" >>calls.txt\necho >>calls.txt
 
 
 def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
-    """With an interpreter that only records its arguments."""
+    """With an interpreter that only records its arguments; headlines are learned by epochs."""
     folder = tmp_path / "demo"
     (folder / ".venv" / "bin").mkdir(parents=True)
     for name in ("demo.sh", "setup_venv.sh", "requirements*.txt"):
@@ -45,3 +46,8 @@ def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning.race, "run_race", configs.append)
     tuning.compare.main(race)
     assert [arm.name for arm in configs[0].arms] == ["sgd", "ngd"]
+    monkeypatch.chdir(tmp_path)
+    headlines = next(words for name, *words in calls if name == "transformer_test.py")
+    run(transformer_test, *headlines[:-2], "--out run")
+    accuracies = [row["test_accuracy"] for row in ranks.metrics(tmp_path / "run")]
+    assert accuracies[0] + 0.3 < accuracies[3] + 0.1 < accuracies[-1]
