@@ -87,7 +87,7 @@ def check_processes(
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
     values = {f"--{name}": getattr(settings, name) for name in names} | {
-        "the version of the code": commit_or_none(),
+        "the version of the code": [commit_or_none(), own_parts.VERSIONS],
         "the version of torch": torch.__version__,
         "the checkpoint": checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")],
     }
@@ -388,6 +388,7 @@ def create_trainer(
     with refused_as(f"--out {settings.out or 'runs'}"):
         folder, lock = open_run_folder(settings.out, run.script, world, run.checkpoint)
     machine = {**describe_machine(world.device), "precision": run.precision.name}
+    machine |= {"own_code": own_parts.VERSIONS} if own_parts.VERSIONS else {}
     environment = {**machine, "processes": world.size}
     del environment["command"]  # it changes also where nothing else has
     segments = next_segments(run.checkpoint, environment)

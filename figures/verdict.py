@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from figures.run_logs import ReportedRun, Row, accuracy, last, mean_and_deviatio
 from training.atomic_file import atomic_write_text
 from training.epoch_report import training_seconds
 from training.progress import device_hours
+
+VERSIONS = ("commit", "torch", "device")  # of a config.json, which the runs of a race share
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,16 @@ def limits(arms: Sequence[Contender]) -> list[str]:
     if len({*decays.values()}) > 1:
         said = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())
         found.append(f"Weight decay is not searched; the arms have {said}.")
+    versions = defaultdict[str, set[str]](set)
+    for config in (run.config for arm in arms for run in arm.runs):
+        recorded = {name: config[name] for name in VERSIONS if config.get(name)}
+        for name, version in {**recorded, **config.get("own_code", {})}.items():
+            versions[name].add(version)
+    found += [
+        f"Runs are not of one {name}: {', '.join(sorted(each))}; another --out begins anew."
+        for name, each in versions.items()
+        if len(each) > 1
+    ]
     for arm in arms:
         if arm.rate in (min(arm.trials), max(arm.trials)):
             edge = "lowest" if arm.rate == min(arm.trials) else "highest"

@@ -6,12 +6,14 @@ model = create_model("my_nets:build", 10, torch.zeros(2, 3, 32, 32), width=64)
 
 import ast
 import contextlib
+import hashlib
 import importlib
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from errors import InputError, did_you_mean, first_line
 
 LIBRARIES = ("timm:", "hf:")  # in front of a name of theirs
+VERSIONS: dict[str, str] = {}
+"""Of each module that `find` has imported, the first digits of its source's SHA-256."""
 
 
 def is_own(name: object) -> bool:
@@ -46,10 +50,12 @@ def find(name: str) -> Callable[..., Any]:
                 f"{name}: there is no module {module_name}, neither in {folder} nor installed; "
                 "start in its folder, or install it"
             ) from None
-    part = getattr(module, attribute, None)
+    part, file = getattr(module, attribute, None), getattr(module, "__file__", None)
     if not callable(part):
-        file, guess = getattr(module, "__file__", None), did_you_mean(attribute, vars(module))
+        guess = did_you_mean(attribute, vars(module))
         raise InputError(f"{name}: {file} has no function or class {attribute!r}{guess}")
+    if file is not None and os.path.isfile(file):
+        VERSIONS[module_name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:7]
     return part
 
 

@@ -85,6 +85,10 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     assert trained.state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
     run(resnet50_test, "--resume whole/last-1.pt --out resumed")
     ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
+    with open(parts / "my_parts.py", "a") as file:
+        file.write("# another version\n")
+    console = run(resnet50_test, "--resume whole/last-1.pt --out changed")
+    assert re.search(r"own_code my_parts=(\w{7}) \(was my_parts=(?!\1)\w{7}\)", console)
 
     row = ranks.metrics(parts / "whole")[-1]
     console = run(resnet50_test, "--checkpoint whole --evaluate")
