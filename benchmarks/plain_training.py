@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from backends.device import has_bf16
 from benchmarks import bench, trainers
 from benchmarks.peer_log import PeerLog, peer_parser
 from cli.flag_parser import FlagParser, below_one, count, positive
@@ -137,14 +138,31 @@ def read_batches(recipe: Recipe, data_dir: str, batch_size: int) -> Iterator[tup
         yield from batches
 
 
-def train(recipe: Recipe, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[int]:
-    """Run the training loop of a tutorial; yield the samples of each step."""
-    model = recipe.model.to(bench.DEVICE)
-    optimizer = recipe.optimizer()
+def train(
+    recipe: Recipe,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    bf16: bool = False,
+    channels_last: bool = False,
+) -> Iterator[int]:
+    """Run the training loop of a tutorial; yield the samples of each step.
+
+    Args:
+        optimizer: of the model; None is the recipe's.
+        bf16: autocast, where the device has it.
+        channels_last: of images and weights, in place of NCHW.
+    """
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = recipe.model.to(bench.DEVICE).to(memory_format=layout)  # type: ignore[call-overload]
+    optimizer, bf16 = optimizer or recipe.optimizer(), bf16 and has_bf16(bench.DEVICE)
     for inputs, labels in batches:
         inputs, labels = inputs.to(bench.DEVICE), labels.to(bench.DEVICE)
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=layout)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
+        with torch.autocast(bench.DEVICE.type, torch.bfloat16, enabled=bf16):
+            loss = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
         yield len(labels)

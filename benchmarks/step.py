@@ -9,9 +9,10 @@ Every side is a process of its own and trains on the real data, input pipeline i
 turns with a baseline of its own. That is 'plain' of plain_training.py: fp32, eager, NCHW,
 DataLoader workers. 'compiled' is under torch.compile, and 'as timm' does what timm's train.py does
 with --amp --channels-last --torchcompile: autocast (in bf16, where the device has it),
-channels_last, compiled model, timm's optimizer factory. Each of the three may end in ', our
-allocator': it keeps memory for the next step, as ours does. With --quick the batch is a quarter;
-the tables name it. With --sides the first one is the baseline, and no side has a target.
+channels_last, compiled model, timm's optimizer factory. With --sides the first one is the baseline,
+no side has a target, and plain may have what ours has: ', our allocator', which keeps memory for
+the next step, also ', bf16', also ', channels_last'. With --quick the batch is a quarter; the
+tables name it.
 """
 
 import statistics
@@ -20,16 +21,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
-from torch.nn import functional as F
-
-from backends.device import has_bf16, keep_freed_memory
+from backends.device import keep_freed_memory
 from benchmarks import bench, plain_training, trainers
 from benchmarks.plain_training import Recipe
 from benchmarks.trainers import BATCHES
 from errors import exit_code, needing
 
-PLAIN, OUR_ALLOCATOR = "plain", ", our allocator"
+PLAIN, OUR_ALLOCATOR, BF16, CHANNELS_LAST = "plain", ", our allocator", ", bf16", ", channels_last"
 # Speed-up over plain on two cores with AMX; bf16, channels_last and compile give ResNet-50 3.0.
 BARS = {"resnet50": 5.0, "transformer": 2.5}
 OURS = {
@@ -40,7 +38,11 @@ OURS = {
     "ours, fp32": "--precision fp32",
     "ours, fp32, ort": "--precision fp32 --backend ort",  # in the legacy stack, by --sides alone
 }
-PEERS = ("compiled", "as timm")  # besides plain; both compile
+TIMM = "as timm"
+PEERS = ("compiled", TIMM)  # besides plain; both compile
+# By --sides alone: what ours has, one after another.
+EXTENDED = [*(peer + OUR_ALLOCATOR for peer in (PLAIN, *PEERS)), PLAIN + OUR_ALLOCATOR + BF16]
+EXTENDED += [EXTENDED[-1] + CHANNELS_LAST]
 # Rounds, and seconds of each side in a round; with --quick and without.
 SIZES = {True: (bench.QUICK_ROUNDS, 4.0), False: (5, 8.0)}
 
@@ -48,33 +50,25 @@ SIZES = {True: (bench.QUICK_ROUNDS, 4.0), False: (5, 8.0)}
 def peer_steps(side: str, recipe: Recipe, data_dir: str, batch: int) -> Iterator[int]:
     """Take training steps of a peer without end; yield the number of samples of each."""
     recipe = recipe.in_own_memory()
-    if side.endswith(OUR_ALLOCATOR):
+    is_timm, optimizer = side.startswith(TIMM), None
+    if OUR_ALLOCATOR in side:
         keep_freed_memory()
-        side = side.removesuffix(OUR_ALLOCATOR)
-    if side == "compiled":
+    if not side.startswith(PLAIN):
         recipe.model.compile()
-    batches = plain_training.read_batches(recipe, data_dir, batch)
-    if side != "as timm":
-        yield from plain_training.train(recipe, batches)
-    import timm.optim  # here, since the legacy stack does not have it
+    if is_timm:
+        import timm.optim  # here, since the legacy stack does not have it
 
-    device = bench.DEVICE
-    model = recipe.model.to(device=device, memory_format=torch.channels_last)  # type: ignore
-    kind = {"opt": "adamw"} if recipe.texts else {"opt": "sgd", "momentum": recipe.momentum}
-    optimizer = timm.optim.create_optimizer_v2(
-        model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind
+        kind = {"opt": "adamw"} if recipe.texts else {"opt": "sgd", "momentum": recipe.momentum}
+        optimizer = timm.optim.create_optimizer_v2(
+            recipe.model, lr=recipe.lr, weight_decay=recipe.weight_decay, **kind
+        )
+    return plain_training.train(
+        recipe,
+        plain_training.read_batches(recipe, data_dir, batch),
+        optimizer=optimizer,
+        bf16=is_timm or BF16 in side,
+        channels_last=is_timm or CHANNELS_LAST in side,
     )
-    model.compile()
-    for inputs, labels in batches:
-        inputs, labels = inputs.to(device), labels.to(device)
-        if not recipe.texts:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16, enabled=has_bf16(device)):
-            loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield len(labels)
 
 
 def measure_script(
@@ -123,8 +117,7 @@ def main() -> int:
     parser = bench.parser(__doc__)
     bench.add_data_dir(parser)
     parser.add_argument("--only", choices=list(trainers.SCRIPTS), help="measure one script only")
-    peers = [PLAIN, *PEERS]
-    every = [*peers, *(peer + OUR_ALLOCATOR for peer in peers), *OURS]
+    every = [PLAIN, *PEERS, *EXTENDED, *OURS]
     parser.add_argument("--sides", nargs="+", choices=every, metavar="SIDE", help="two or more")
     args = parser.parse_args()
     ours = [side for side in OURS if "ort" not in side]
@@ -132,8 +125,8 @@ def main() -> int:
     sides = [*dict.fromkeys(args.sides or usual)]
     if len(sides) < 2:
         parser.error("--sides: name two or more different ones")
-    timm = ["timm"] if any("as timm" in side for side in sides) else []
-    with needing("as timm", "timm"):  # whose version `machine` asks for
+    timm = ["timm"] if any(TIMM in side for side in sides) else []
+    with needing(TIMM, "timm"):  # whose version `machine` asks for
         machine = bench.machine(bench.DEVICE, ["torch", "torchvision", *timm])
     print(machine)
     rows: list[bench.Row] = []
