@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from figures.methods import GREY, labels_of, line_styles, read_pictures
+from figures.methods import COLOURS, GREY, labels_of, line_styles, read_pictures
 from figures.panels import (
     add_legend,
     create_panels,
@@ -149,6 +149,23 @@ def draw_minutes(
     line = Line2D([], [], color=GREY, linewidth=1, label=f"last accuracy of {level}")
     further = [line] if level else []
     add_legend(figure, axes[-1], title=describe_seeds(named_runs), further=further)
+    return figure
+
+
+def draw_ratios(groups: Groups, title: str, *, measured: str, sides: Mapping[str, str]) -> Figure:
+    """Draw bars of the sides' speed over that of the first one, and its spread over the rounds.
+
+    `measured` is a file of benchmarks/results, `sides` has the label of each of its rows.
+    """
+    rows = json.loads((RESULTS / measured).read_text(encoding="utf-8"))["rows"]
+    ratios = {row["name"]: [a / b for a, b in zip(row["ours"], row["peer"])] for row in rows}
+    figure, axes = create_panels(1, title)
+    for side, label in sides.items():
+        middle, low, high = statistics.median(ratios[side]), min(ratios[side]), max(ratios[side])
+        bar = axes.barh(label, middle, xerr=[[middle - low], [high - middle]], color=COLOURS["sky"])
+        axes.bar_label(bar, [f"{middle:.2f}"], label_type="center")
+    axes.invert_yaxis()
+    label_axes(axes, "samples a second over the first one's; line: all rounds", "")
     return figure
 
 
