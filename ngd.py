@@ -88,8 +88,6 @@ RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 SEEN = 0.1
 RIDGE_OF_FP32 = 1e-6
 POWER = float(os.environ.get("NGD_POWER", "0.5"))  # of F, an experiment; on a CPU alone
-NORM = os.environ.get("NGD_NORM", "")  # keep: weights keep their first norm; relative: steps too
-CAUTIOUS = os.environ.get("NGD_CAUTIOUS", "")  # elements against the gradient are left out
 AVERAGE = float(os.environ.get("NGD_AVERAGE", "0"))  # decay of a running mean of S, an experiment
 
 
@@ -460,26 +458,10 @@ class MatrixBatch:
 
     def update(self, group: dict[str, Any], *, active: Tensor) -> None:
         X, weights = self.X, [local(p) for p in self.parameters]
-        if CAUTIOUS:
-            grads = [local(p.grad).permute(self.axis_order) for p in self.parameters]
-            mask = (torch.stack(grads).view(X.shape) * X > 0).to(X.dtype)
-            X.mul_(mask)
-            if CAUTIOUS == "length":
-                self.normalize()
-            else:
-                X.div_(mask.mean(1, keepdim=True).clamp(min=0.001))
-        if NORM and not hasattr(self, "first_norms"):
-            self.first_norms = [w.norm() for w in weights]
-        if NORM == "relative":
-            for row, norm in zip(X, self.first_norms):
-                row.mul_(norm / self.length)
         if decay := group["weight_decay"]:
             torch._foreach_add_(self._as_parameters(X), weights, alpha=decay)
         X.mul_(active * -group["lr"])
         torch._foreach_add_(weights, self._as_parameters(X))
-        if NORM:
-            for w, norm in zip(weights, self.first_norms):
-                w.mul_(norm / w.norm())
 
     def _as_parameters(self, X: Tensor) -> list[Tensor]:
         """Returns the rows of X (batch, elements) in the shape of the parameters."""
