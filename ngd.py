@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +59,7 @@ from torch.nn import functional
 from optimizers.adam import AdamStep, adamw_step_
 from optimizers.base import GradScalerOptimizer
 from optimizers.low_rank import project, row_norms, second_moment, subtract_projection
-from optimizers.matrix_functions import inverse_power, traces
+from optimizers.matrix_functions import inverse_square_root, traces
 from optimizers.param_groups import is_matrix
 from optimizers.shards import (
     balanced_owners,
@@ -87,8 +86,6 @@ RIDGE = 1e-10  # relative to the trace of H H', added to its diagonal
 # rounding is lifted by a ridge, relative to that trace.
 SEEN = 0.1
 RIDGE_OF_FP32 = 1e-6
-POWER = float(os.environ.get("NGD_POWER", "0.5"))  # of F, an experiment; on a CPU alone
-AVERAGE = float(os.environ.get("NGD_AVERAGE", "0"))  # decay of a running mean of S, an experiment
 
 
 class NGD(GradScalerOptimizer):
@@ -485,7 +482,6 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
     norm = torch.cat([row_norms(batch.X) for batch in batches])[:, None, None]
     scales = torch.where(norm > 0, 1 / norm, 0).to(batches[0].dtype).split(counts)
     directions = [batch.R for batch in batches]
-    first = pad_and_cat(directions)
     for is_sampled in (True, False):
         grams, products = [], []
         for batch, R, scale in zip(batches, directions, scales):
@@ -511,7 +507,6 @@ def precondition(batches: Sequence[MatrixBatch], *, active: Tensor) -> None:
         for batch, scale in zip(batches, scales)
     ]
     S = torch.cat([gram(H, batch.matrices) for H, batch in zip(projected, batches)])
-    S = running_mean(batches[0], S, R=stacked.double(), old=first.double())
     K = whitening_correction(S, dim=torch.cat([batch.dims for batch in batches])) * norm
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0).to(stacked.dtype)
     for batch, H, part in zip(batches, projected, K.split(counts)):
@@ -539,8 +534,7 @@ def precondition_small(batches: Sequence[MatrixBatch], *, active: Tensor) -> Non
         next_R = next_directions(G, J, R=R, ridge=ridge)
         is_valid = next_R.isfinite().flatten(1).all(1)  # all sampled columns may be 0
         R = torch.where(is_valid[:, None, None], next_R, R)
-    S = running_mean(batches[0], R @ F @ R.mT, R=R, old=old)
-    K = whitening_correction(S, dim=torch.cat([batch.dims for batch in batches]))
+    K = whitening_correction(R @ F @ R.mT, dim=torch.cat([batch.dims for batch in batches]))
     K = torch.where(K.isfinite().flatten(1).all(1)[:, None, None], K, 0)
     W = torch.eye(R.shape[2], dtype=R.dtype, device=R.device) - R.mT @ K @ R
     W, R = W.to(batches[0].dtype), torch.where(active > 0, R, old)
@@ -598,17 +592,6 @@ def next_directions(G: Tensor, J: Tensor, *, R: Tensor, ridge: Tensor) -> Tensor
     return torch.linalg.solve_triangular(L, Y, upper=False)
 
 
-def running_mean(batch: MatrixBatch, S: Tensor, *, R: Tensor, old: Tensor) -> Tensor:
-    """The mean of S over the steps, in the coordinates of R; kept by the first batch."""
-    if not AVERAGE:
-        return S
-    if hasattr(batch, "mean_S"):
-        turn = R @ old.mT
-        S = AVERAGE * (turn @ batch.mean_S @ turn.mT) + (1 - AVERAGE) * S
-    batch.mean_S = S
-    return S
-
-
 def whitening_correction(S: Tensor, *, dim: Tensor) -> Tensor:
     """Computes K = I - (S / rho)^(-1/2), float64.
 
@@ -623,5 +606,5 @@ def whitening_correction(S: Tensor, *, dim: Tensor) -> Tensor:
     eye = torch.eye(rank, dtype=S.dtype, device=S.device)
     rest = 1 - traces(S)
     rho = (rest / (dim - rank).clamp(min=1)).clamp(min=FLOOR)
-    root = inverse_power(S + FLOOR * eye, POWER)
-    return eye - rho.pow(POWER)[:, None, None] * root
+    root = inverse_square_root(S + FLOOR * eye)
+    return eye - rho.sqrt()[:, None, None] * root

@@ -73,10 +73,6 @@ def inverse_square_root(M: Tensor) -> Tensor:
     return torch.bmm(factors[:, None], inverses.flatten(2)).view_as(M)
 
 
-def inverse_power(M: Tensor, power: float) -> Tensor:
-    return _with_eigenvalues(M, lambda eigenvalues: eigenvalues.clamp(min=0).pow(-power))
-
-
 def inverse(A: Tensor) -> Tensor:
     """Computes the inverses of symmetric positive definite matrices (..., n, n).
 
