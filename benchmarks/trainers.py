@@ -59,6 +59,7 @@ def open_script(
     task = TASKS[script.SCRIPT]
     run = factory.create_run(settings, script.SCRIPT, world, checkpoint)
     data = task.load_data(settings, run)
+    settings = factory.with_batch_size(settings, run, data)
     model = task.create_model(settings, run, data)
     loss = factory.create_loss(
         settings, run, data, sample_mix=mixup.sample_mix, meta_mixup=mixup.MetaMixup

@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import USUAL_BATCH, S, Settings
+from cli.settings import S, Settings
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -61,6 +61,8 @@ from training.scores import TOO_MANY, describe_scores, keeps_logits
 from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
+USUAL_BATCH = 128  # samples of one process
+SMALLEST_BATCH = 8  # of all processes, where --bs is not given
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
 
@@ -130,14 +132,18 @@ def global_batch_size(settings: Settings, world: World) -> int:
 
 
 def with_batch_size(settings: S, run: Run, data: Data) -> S:
-    """The settings, with an eighth of the rows as batch where the usual one has more than all."""
-    rows, batch = len(data.train), global_batch_size(settings, run.world)
-    if settings.batch_size != USUAL_BATCH or batch <= rows:
+    """The settings, with --bs by the training rows where it was not given.
+
+    It is `USUAL_BATCH`, or less where an epoch would have fewer steps than the settings want.
+    """
+    if settings.batch_size:
         return settings
-    fitting = max(1, rows * settings.batch_size // (8 * batch))
-    if run.world.is_main:
-        print(f"batches of {fitting}, as there are {rows} training samples (--bs)", flush=True)
-    return replace(settings, batch_size=fitting)
+    rows, ranks = len(data.train), settings.accumulate * run.world.size
+    batch = max(math.ceil(rows / settings.fewest_steps), SMALLEST_BATCH)  # of all ranks
+    batch = max(1, min(USUAL_BATCH, math.ceil(batch / ranks), rows // ranks))
+    if batch < USUAL_BATCH and run.world.is_main:
+        print(f"batches of {batch}, as there are {rows} training samples (--bs)", flush=True)
+    return replace(settings, batch_size=batch)
 
 
 # -------------------------------------------------------------------- model

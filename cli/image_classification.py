@@ -48,6 +48,7 @@ class ImageSettings(Settings):
     """What resnet50_test.py can be told."""
 
     datasets, mixing = list(AUGMENTATIONS), mixup.KINDS
+    fewest_steps = 32
     pretrained = {
         "batch_size": 16,
         "epochs": 5,

@@ -103,7 +103,6 @@ def share_of_noise(text: str) -> float | str:
 # -------------------------------------------------------------------- what some flags are for
 
 SEVERAL = {"processes": ON}
-USUAL_BATCH = 128  # of a process; of few rows an eighth
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
 FORMS = [*comm_hooks.AllReduceHook.compressions, *comm_hooks.ROUNDED_BITS]
@@ -139,6 +138,7 @@ class Settings:
         mixing: values of --mixup.
         defaults: those in which the scripts differ, by field.
         pretrained: defaults of a run that begins with pretrained weights.
+        fewest_steps: of an epoch, where --bs is not given.
         frozen: the same with --freeze.
         pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
         model_flags: the fields that weights must share with the model that takes them.
@@ -155,6 +155,7 @@ class Settings:
     frozen: ClassVar[Mapping[str, Any]]
     pretrained_lr: ClassVar[Mapping[str, float]]
     model_flags: ClassVar[Sequence[str]]
+    fewest_steps: ClassVar[int]
 
     dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
         "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True,
@@ -187,8 +188,9 @@ class Settings:
     workers: int | None = flag(natural, None, "processes that decode or augment images (default as "
         "many as --threads)", metavar="N", scope=Scope.NODE)
 
-    batch_size: int = flag(count, USUAL_BATCH, "samples of a process in one forward and backward "
-        "pass", names="--bs --batch_size -b", metavar="N", common=True, group="training")
+    batch_size: int = flag(count, 0, "samples of a process in one forward and backward pass "
+        "(default 128, of few rows fewer)", names="--bs --batch_size -b", metavar="N", common=True,
+        group="training")
     epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")

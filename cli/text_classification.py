@@ -54,6 +54,7 @@ class TextSettings(Settings):
     """What transformer_test.py can be told."""
 
     datasets, mixing = ["agnews", "headlines", "csv"], mixup.TEXT_KINDS
+    fewest_steps = 2
     defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4}
     pretrained = {"batch_size": 8, "epochs": 0, "lr_schedule": "polynomial", "head": "random"}
     pretrained_lr = {"adamw": 5e-5, "ngd": 1e-3}

@@ -353,6 +353,7 @@ def conclude(
     script = next(arm.script for arm in config.arms if arm.name == best.name)
     of_best = replace(config, script=script)
     comment = f"# {best.name}, by this verdict: {verdict.sentence(arms)}\n"
-    write_recipe(of_best, {"lr": best.rate, "epochs": plan.epochs}, comment=comment)
+    params = {"lr": best.rate, "epochs": plan.epochs}
+    write_recipe(of_best, params, batch=best.runs[0].rows[0]["batch_size"], comment=comment)
     print(f"{config.out}: verdict.md, verdict.png, report.html, and recipe.yaml of {best.name}:")
     print(f"{training_command(of_best)}\n\n{text}", flush=True)

@@ -23,7 +23,7 @@ from figures import verdict
 from figures.verdict import Contender
 from training.atomic_file import atomic_write, atomic_write_text
 from tuning.config import SweepConfig
-from tuning.trials import ROOT
+from tuning.trials import ROOT, complete_rows, trial_folder
 
 RECIPE = "recipe.yaml"  # in --out
 LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars")
@@ -95,12 +95,12 @@ def write_winner(
         lost: why others failed in it.
     """
     best, found = ranking[0], ""
-    params = best.params
+    chosen, params = best, best.params
     print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
     if arms:
         name = verdict.winner(arms).name
         by_name = {f"trial {trial.number}": trial for trial in ranking}
-        params = by_name[name].params if name in by_name else {}
+        chosen, params = by_name.get(name, best), by_name[name].params if name in by_name else {}
         why = [f"{other} failed ({reason})." for other, reason in lost.items()]
         why += [verdict.sentence(arms)] if len(arms) > 1 else []
         found = f"# Recipe of {name}, by a race with {config.seeds} new seeds: {' '.join(why)}\n"
@@ -112,7 +112,8 @@ def write_winner(
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
-    write_recipe(config, params, comment=comment)
+    batch = complete_rows(trial_folder(config, chosen))[0]["batch_size"]
+    write_recipe(config, params, batch=batch, comment=comment)
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
 
@@ -178,18 +179,20 @@ def check_kept(out: Path) -> None:
         raise InputError(f"--out {out} holds a {RECIPE} of something else: choose another folder")
 
 
-def write_recipe(config: SweepConfig, params: Mapping[str, Any], *, comment: str) -> None:
+def write_recipe(
+    config: SweepConfig, params: Mapping[str, Any], *, batch: int, comment: str
+) -> None:
     """Write the best trial's searched flags and the shared ones as YAML for --recipe.
 
-    A searched learning rate is written with its batch size and scaling rule, so that the recipe
-    holds for other batch sizes and numbers of processes.
+    A searched learning rate is written with its global `batch`, in samples, and scaling rule, so
+    that the recipe holds for other batch sizes and numbers of processes.
     """
     values, flags = config.script.recipe(params), config.script.flags(params)
     if "lr" in params:
         rule, base_bs = flags["lr_scaling"], flags["base_bs"]
         if rule == "none":  # else the rate already is the one for base_bs
             rule = "linear" if flags["optimizer"] in LINEAR_SCALING else "sqrt"
-            base_bs = flags["batch_size"] * flags["accumulate"] * config.nproc
+            base_bs = batch
         values |= {"lr_scaling": rule, "base_bs": base_bs}
     atomic_write_text(config.out / RECIPE, comment + yaml.safe_dump(values, sort_keys=False))
 

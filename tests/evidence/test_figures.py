@@ -92,6 +92,8 @@ def test_scripts_accept_the_commands_of_the_plan_whose_flags_its_logs_have(monke
             common -= {"opt_args rank"}
         if "mixup" in logged:
             logged["mixup"] = FORMER_KINDS.get(logged["mixup"], logged["mixup"])
+        if planned.get("batch_size") == 0:
+            common -= {"batch_size"}  # by the rows
         if planned.get("backend") == "auto":
             common -= {"backend"}  # it was eager, which auto is for most runs
         if logged.get("lr_schedule") != "multistep":

@@ -265,7 +265,9 @@ def written(words: list[str], params: dict, folder: Path, nproc: int = 1):
     config = SimpleNamespace(
         script=TargetScript.read(script, flags), nproc=nproc, val_fraction=0.1, out=folder
     )
-    results.write_recipe(config, params, comment="# best\n")
+    flags = config.script.flags(params)
+    batch = (flags["batch_size"] or 128) * flags["accumulate"] * nproc
+    results.write_recipe(config, params, batch=batch, comment="# best\n")
     return config
 
 
