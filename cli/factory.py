@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import S, Settings
+from cli.settings import USUAL_BATCH, S, Settings
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -61,8 +61,7 @@ from training.scores import TOO_MANY, describe_scores, keeps_logits
 from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
-USUAL_BATCH = 128  # samples of one process
-SMALLEST_BATCH = 8  # of all processes, where --bs is not given
+SMALLEST_BATCH = 8  # samples of one process, where --bs is not given
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
 
@@ -89,7 +88,8 @@ def check_processes(
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
     values = {f"--{name}": getattr(settings, name) for name in names} | {
-        "the version of the code": [commit_or_none(), own_parts.VERSIONS],
+        "the version of the code": commit_or_none(),
+        "the version of own code": own_parts.versions(settings.arch, settings.optimizer),
         "the version of torch": torch.__version__,
         "the checkpoint": checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")],
     }
@@ -134,13 +134,16 @@ def global_batch_size(settings: Settings, world: World) -> int:
 def with_batch_size(settings: S, run: Run, data: Data) -> S:
     """The settings, with --bs by the training rows where it was not given.
 
-    It is `USUAL_BATCH`, or less where an epoch would have fewer steps than the settings want.
+    It is `USUAL_BATCH`, or less where an epoch would have fewer steps than the settings want. A
+    resumed run whose batch is larger than the rows of more processes gets one that fits.
     """
-    if settings.batch_size:
+    rows, is_resumed = len(data.train), run.checkpoint is not None
+    if settings.batch_size and not (is_resumed and global_batch_size(settings, run.world) > rows):
         return settings
-    rows, ranks = len(data.train), settings.accumulate * run.world.size
-    batch = max(math.ceil(rows / settings.fewest_steps), SMALLEST_BATCH)  # of all ranks
-    batch = max(1, min(USUAL_BATCH, math.ceil(batch / ranks), rows // ranks))
+    ranks = settings.accumulate * run.world.size
+    steps = settings.fewest_steps if settings.dynamic_batch == "none" else 8
+    batch = max(round(rows / steps / ranks), SMALLEST_BATCH)
+    batch = max(1, min(USUAL_BATCH, batch, rows // ranks))
     if batch < USUAL_BATCH and run.world.is_main:
         print(f"batches of {batch}, as there are {rows} training samples (--bs)", flush=True)
     return replace(settings, batch_size=batch)
@@ -394,7 +397,8 @@ def create_trainer(
     with refused_as(f"--out {settings.out or 'runs'}"):
         folder, lock = open_run_folder(settings.out, run.script, world, run.checkpoint)
     machine = {**describe_machine(world.device), "precision": run.precision.name}
-    machine |= {"own_code": own_parts.VERSIONS} if own_parts.VERSIONS else {}
+    if own_code := own_parts.versions(settings.arch, settings.optimizer):
+        machine["own_code"] = own_code
     environment = {**machine, "processes": world.size}
     del environment["command"]  # it changes also where nothing else has
     segments = next_segments(run.checkpoint, environment)
@@ -600,9 +604,8 @@ def report_predictions(
     """
     trained = trained_classifier(settings, run)
     unread: dict[str, str] = {}
-    found = predictions.predict(
-        trained, inputs, samples, batch_size=settings.batch_size, unread=unread
-    )
+    batch = max(MIN_EVAL_BATCH, settings.batch_size)
+    found = predictions.predict(trained, inputs, samples, batch_size=batch, unread=unread)
     if not run.world.is_main:
         return
     for note in notes:

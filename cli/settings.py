@@ -102,6 +102,7 @@ def share_of_noise(text: str) -> float | str:
 
 # -------------------------------------------------------------------- what some flags are for
 
+USUAL_BATCH = 128  # samples of one process
 SEVERAL = {"processes": ON}
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
@@ -189,8 +190,8 @@ class Settings:
         "many as --threads)", metavar="N", scope=Scope.NODE)
 
     batch_size: int = flag(count, 0, "samples of a process in one forward and backward pass "
-        "(default 128, of few rows fewer)", names="--bs --batch_size -b", metavar="N", common=True,
-        group="training")
+        f"(default {USUAL_BATCH}, of few rows fewer)", names="--bs --batch_size -b", metavar="N",
+        common=True, group="training")
     epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")

@@ -25,7 +25,7 @@ from training.atomic_file import atomic_write_text
 from training.epoch_report import training_seconds
 from training.progress import device_hours
 
-VERSIONS = ("commit", "torch", "device")  # of a config.json, which the runs of a race share
+VERSIONS = ("commit", "torch", "processor")  # of a config.json, which the runs of a race share
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,13 @@ def limits(arms: Sequence[Contender]) -> list[str]:
         said = ", ".join(f"{name} {decay:g}" for name, decay in decays.items())
         found.append(f"Weight decay is not searched; the arms have {said}.")
     versions = defaultdict[str, set[str]](set)
-    for config in (run.config for arm in arms for run in arm.runs):
-        recorded = {name: config[name] for name in VERSIONS if config.get(name)}
-        for name, version in {**recorded, **config.get("own_code", {})}.items():
+    configs = [run.config for arm in arms for run in arm.runs]
+    for each in (part for config in configs for part in (config, *config.get("segments", ()))):
+        recorded = {name: each[name] for name in VERSIONS if each.get(name)}
+        for name, version in {**recorded, **each.get("own_code", {})}.items():
             versions[name].add(version)
     found += [
-        f"Runs are not of one {name}: {', '.join(sorted(each))}; another --out begins anew."
+        f"Runs are not of one {name}: {' and '.join(sorted(each))}; another --out begins anew."
         for name, each in versions.items()
         if len(each) > 1
     ]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from errors import InputError, did_you_mean, first_line
 
 LIBRARIES = ("timm:", "hf:")  # in front of a name of theirs
-VERSIONS: dict[str, str] = {}
+SOURCES: dict[str, str] = {}
 """Of each module that `find` has imported, the first digits of its source's SHA-256."""
 
 
@@ -40,6 +40,7 @@ def find(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)
+    is_new = module_name not in sys.modules
     with _one_line(name, "import"):
         try:
             module = importlib.import_module(module_name)
@@ -54,9 +55,15 @@ def find(name: str) -> Callable[..., Any]:
     if not callable(part):
         guess = did_you_mean(attribute, vars(module))
         raise InputError(f"{name}: {file} has no function or class {attribute!r}{guess}")
-    if file is not None and os.path.isfile(file):
-        VERSIONS[module_name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:7]
+    if file is not None and os.path.isfile(file) and (is_new or module_name not in SOURCES):
+        SOURCES[module_name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:7]
     return part
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of the modules of those parts that are the user's own, by module."""
+    modules = {name.partition(":")[0] for name in names if is_own(name)}
+    return {module: SOURCES[module] for module in sorted(modules & SOURCES.keys())}
 
 
 def call(name: str, *given: Any, settings: Mapping[str, Any], **known: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from cli import options
 from cli.flag_parser import Scope, ScriptParser, setting
+from cli.settings import USUAL_BATCH
 from errors import InputError
 from input_pipeline import csv_tables, own_data
 
@@ -115,6 +116,8 @@ class TargetScript:
         """Return the value of a flag where no trial sets it; None for a setting of a part."""
         flags, flag = self.flags({}), self.parser.find(name)
         value = None if flag is None else flags[flag.dest]
+        if flag is not None and flag.dest == "batch_size" and not value:
+            return USUAL_BATCH  # of most rows
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:

@@ -87,6 +87,7 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
     with open(parts / "my_parts.py", "a") as file:
         file.write("# another version\n")
+    sys.modules.pop("my_parts")
     console = run(resnet50_test, "--resume whole/last-1.pt --out changed")
     assert re.search(r"own_code my_parts=(\w{7}) \(was my_parts=(?!\1)\w{7}\)", console)
 

@@ -179,15 +179,18 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
 
 
 def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
-    def batch(script, rows: int, ranks: int = 1, flags: str = "") -> int:
+    def batch(script, rows: int, ranks: int = 1, flags: str = "", resumed: bool = False) -> int:
         settings = parsed(script, flags)
-        run = SimpleNamespace(world=SimpleNamespace(size=ranks, is_main=False))
+        world = SimpleNamespace(size=ranks, is_main=False)
+        run = SimpleNamespace(world=world, checkpoint=object() if resumed else None)
         data = SimpleNamespace(train=range(rows))
         return factory.with_batch_size(settings, run, data).batch_size
 
     few = [batch(resnet50_test, rows) for rows in (3, 20, 500, 1437, 4096, 50_000)]
     assert few == [3, 8, 16, 45, 128, 128]
-    assert [batch(resnet50_test, 60, ranks) for ranks in (2, 4, 80)] == [4, 2, 1]
-    assert batch(resnet50_test, 500, 2, "--accumulate 2") == 4
+    assert [batch(resnet50_test, 60, ranks) for ranks in (2, 16, 80)] == [8, 3, 1]
+    assert batch(resnet50_test, 2000, 2, "--accumulate 2") == 16
+    assert batch(resnet50_test, 2000, flags="--dynamic_batch increase --batch_args min=128") == 128
     assert [batch(transformer_test, rows) for rows in (72, 280, 1500)] == [36, 128, 128]
     assert batch(resnet50_test, 500, flags="--bs 128") == 128
+    assert batch(resnet50_test, 600, 8, "--bs 128", resumed=True) == 8

@@ -421,14 +421,15 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert "val_accuracy" not in last_row
     assert first_row["test_accuracy"] is None, "the test set is looked at once"
     assert "are not of one" not in out
-    config = full / "0000" / "config.json"
-    config.write_text(config.read_text().replace('"commit":', '"commit": "0000000", "was":'))
+    for name in ("0000", "0001"):
+        config = full / name / "config.json"
+        config.write_text(config.read_text().replace('"commit":', f'"commit": "{name}", "was":'))
     code, out, error = run("--seeds", "3")  # which are added
     assert code == 0, error
     assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
     assert len([*full.iterdir()]) == 9
     assert "Student's t for 3 seeds" in out
-    assert "Runs are not of one commit: 0000000, " in out
+    assert "Runs are not of one commit: 0000 and 0001" in out
 
 
 @pytest.mark.process
