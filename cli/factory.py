@@ -87,11 +87,12 @@ def check_processes(
     if world.size == 1:
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
-    values = {f"--{name}": getattr(settings, name) for name in names} | {
+    progress = checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")]
+    values = {"the checkpoint": progress}  # first: the flags of a checkpoint are in it
+    values |= {f"--{name}": getattr(settings, name) for name in names} | {
         "the version of the code": commit_or_none(),
         "the version of own code": own_parts.versions(settings.arch, settings.optimizer),
         "the version of torch": torch.__version__,
-        "the checkpoint": checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")],
     }
     values |= {f"--{name}": bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)}
     check_equal(
