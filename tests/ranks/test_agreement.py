@@ -84,7 +84,7 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
             (f"{FLAGS} --bs 9999", "", "--bs 9999"),  # on both
             (f"{FLAGS} --grad_compress sign {fp16}", "", f"sign is not supported with {fp16}"),
             (FLAGS, "--optimizer sgd", "--optimizer is ngd on rank 0 and sgd on rank 1"),
-            (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [3, "),
+            (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [32, "),
             (f"{images} {one}", f"--data_dir {other}", "the train split is {'rows': 16, "),
             (f"{images} {one}", f"--data_dir {renamed}", "the hash of the train files is "),
             (f"{images} {one}", "--data_dir nowhere", "nowhere"),
