@@ -88,7 +88,7 @@ def check_processes(
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
     progress = checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")]
-    values: dict[str, Any] = {"the checkpoint": progress}  # first: the flags of a checkpoint are in it
+    values: dict[str, Any] = {"the checkpoint": progress}  # before its flags, which differ then
     values |= {f"--{name}": getattr(settings, name) for name in names} | {
         "the version of the code": commit_or_none(),
         "the version of own code": own_parts.versions(settings.arch, settings.optimizer),
