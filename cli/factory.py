@@ -61,7 +61,8 @@ from training.scores import TOO_MANY, describe_scores, keeps_logits
 from training.tracking import check_tracker
 from training.trainer import Trainer, TrainerConfig
 
-SMALLEST_BATCH = 8  # samples of one process, where --bs is not given
+# Where --bs is not given: samples of one process, and steps of an epoch whose batch will change.
+SMALLEST_BATCH, CHANGING_STEPS = 8, 8
 MIN_EVAL_BATCH = 64  # samples of one process in a batch of an evaluation, also where --bs is less
 GRAPH_STEPS = 3000  # of a run, from which --backend auto compiles the model
 
@@ -88,7 +89,7 @@ def check_processes(
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
     progress = checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")]
-    values: dict[str, Any] = {"the checkpoint": progress}  # before its flags, which differ then
+    values: dict[str, Any] = {"the checkpoint": progress}  # first, since its --bs differs
     values |= {f"--{name}": getattr(settings, name) for name in names} | {
         "the version of the code": commit_or_none(),
         "the version of own code": own_parts.versions(settings.arch, settings.optimizer),
@@ -142,7 +143,7 @@ def with_batch_size(settings: S, run: Run, data: Data) -> S:
     if settings.batch_size and not (is_resumed and global_batch_size(settings, run.world) > rows):
         return settings
     ranks = settings.accumulate * run.world.size
-    steps = settings.fewest_steps if settings.dynamic_batch == "none" else 8
+    steps = settings.fewest_steps if settings.dynamic_batch == "none" else CHANGING_STEPS
     batch = max(round(rows / steps / ranks), SMALLEST_BATCH)
     batch = max(1, min(USUAL_BATCH, batch, rows // ranks))
     if batch < USUAL_BATCH and run.world.is_main:

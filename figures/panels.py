@@ -24,11 +24,8 @@ from figures.methods import line_styles
 from figures.run_logs import Runs, accuracy
 from training.epoch_report import training_seconds
 
-WIDTH = {
-    1: 8.0,
-    2: 8.0,
-    3: 9.6,
-}  # of a figure in inches, by its columns: on a page its text is readable
+# Of a figure in inches, by its columns: on a page its text is readable.
+WIDTH = {1: 8.0, 2: 8.0, 3: 9.6}
 TITLE_HEIGHT, PANEL_HEIGHT, LEGEND_LINE = 0.5, 2.9, 0.2  # inches
 MARKERS_PER_LINE = 15  # about; more of them hide the lines
 

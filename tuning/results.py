@@ -96,16 +96,17 @@ def write_winner(
         lost: why others failed in it.
     """
     best, found = ranking[0], ""
-    chosen, params = best, best.params
+    chosen: FrozenTrial | None = best  # None for the defaults
     print(f"best: trial {best.number}, {format_params(best.params)}: {format_result(best)}")
     if arms:
         name = verdict.winner(arms).name
         by_name = {f"trial {trial.number}": trial for trial in ranking}
-        chosen, params = by_name.get(name, best), by_name[name].params if name in by_name else {}
+        chosen = by_name.get(name)
         why = [f"{other} failed ({reason})." for other, reason in lost.items()]
         why += [verdict.sentence(arms)] if len(arms) > 1 else []
         found = f"# Recipe of {name}, by a race with {config.seeds} new seeds: {' '.join(why)}\n"
         print(found[2:], end="")
+    params = {} if chosen is None else chosen.params
     flags = config.script.flags(params)
     comment = (
         f"{found}# The best of {len(ranking)} trials of {config.script.file} by "
@@ -113,7 +114,7 @@ def write_winner(
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
-    rows = complete_rows(trial_folder(config, chosen)) or [{"batch_size": USUAL_BATCH}]
+    rows = complete_rows(trial_folder(config, chosen or best)) or [{"batch_size": USUAL_BATCH}]
     write_recipe(config, params, batch=rows[0]["batch_size"], comment=comment)
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
