@@ -3,8 +3,10 @@
 python -m benchmarks.train_peer soap resnet50_test.py --optimizer adamw --lr 3e-3 --out runs/soap
 
 The flags are the script's own: --lr, --betas, --momentum and --weight_decay reach the peer, which
-takes the place of the AdamW or Muon that they name. dion is github.com/microsoft/dion.
-config.json names the peer and its version. An interrupted run goes on with --resume.
+takes the place of the AdamW or Muon that they name. dion is github.com/microsoft/dion,
+distributed_shampoo github.com/facebookresearch/optimizers (below Python 3.12 it is installed with
+--ignore-requires-python, and works). config.json names the peer and its version. An interrupted run
+goes on with --resume.
 """
 
 import sys
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +84,28 @@ def create_schedule_free(model: nn.Module, settings: Settings) -> torch.optim.Op
     model.register_forward_pre_hook(keep)
     model.train = train  # type: ignore[method-assign, assignment]
     return optimizer
+
+
+def create_shampoo(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Distributed Shampoo (arXiv:2309.06497) of Meta, roots every ten steps, grafted on Adam.
+
+    Adam alone has what it has in `NGD`: embeddings, norms and the classifier.
+    """
+    import distributed_shampoo as shampoo
+
+    betas = tuple(settings.betas)
+    adam = shampoo.AdamPreconditionerConfig(beta2=betas[1], epsilon=1e-8)
+    groups: list[dict[str, Any]] = []
+    for group in ngd_groups(model, settings.weight_decay):
+        for is_whitened in (True, False):
+            weights = [p for p in group["params"] if is_matrix(p, group) == is_whitened]
+            own = {"grafting_config": adam} if is_whitened else {"preconditioner_config": adam}
+            groups.append({**group, "params": matrices_of(weights), **own})
+    groups = [group for group in groups if group["params"]]
+    optimizer = shampoo.DistributedShampoo(
+        groups, lr=settings.lr, betas=betas, precondition_frequency=10
+    )
+    return copying_gradients(optimizer, groups)
 
 
 def create_of_dion(name: str, model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -165,6 +189,7 @@ PEERS: Mapping[str, Peer] = {
     "soap": Peer("pytorch_optimizer", "adamw", create_soap),
     "kron": Peer("pytorch_optimizer", "adamw", create_kron),
     "schedule_free": Peer("schedulefree", "adamw", create_schedule_free),
+    "shampoo": Peer("distributed_shampoo", "adamw", create_shampoo),
     "dion": Peer("dion", "muon", partial(create_of_dion, "Dion")),
     "dion2": Peer("dion", "muon", partial(create_of_dion, "Dion2")),
     "normuon": Peer("dion", "muon", partial(create_of_dion, "NorMuon")),
@@ -220,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     create = partial(peer.create, settings=run.settings)
     with init_world(run.settings.device, TimeLimits(*run.settings.timeout)) as world:
         opened = open_script(run.script, run.flags, world, create_optimizer=create)
-        opened.trainer.log.config["peer"] = f"{run.peer}, {peer.package} {version(peer.package)}"
+        release = version(packages_distributions()[peer.package][0])
+        opened.trainer.log.config["peer"] = f"{run.peer}, {peer.package} {release}"
         opened.trainer.fit(opened.run.checkpoint)
         opened.trainer.report()
 
