@@ -208,7 +208,7 @@ def cutmix(
     width: int,
     generator: torch.Generator | None = None,
 ) -> Mix:
-    """Paste a rectangle of the partner whose area is at most 1 - lambda (arXiv:1905.04899).
+    """Paste a rectangle of the partner with about the area 1 - lambda (arXiv:1905.04899).
 
     The rectangle is centred anywhere in the image and cut off at its border; lambda then becomes
     the share of pixels that are left of the own image.

@@ -8,7 +8,8 @@ Each weight is a matrix, a convolution's one of (outputs, everything else). Its 
 multiplied by F^(-1/2), where F is the momentum's second moment along the shorter side (of this one
 momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, which are
 followed from step to step, and taken for a multiple of the identity in the others. Every step has
-the same length, which depends on the weight's shape alone, unless nearly no momentum is left.
+the same length, which depends on the weight's shape alone, unless nearly no momentum is left; it is
+meant for outputs first, unlike those of transposed convolutions and of GPT-2's Conv1D.
 Embeddings, classifiers, biases and normalisation take the step of AdamW. Of weights in shards
 (FSDP's DTensors) one rank owns each matrix: it gathers X, and sends F^(-1/2) X back to the shards.
 
@@ -223,7 +224,7 @@ class NGD(GradScalerOptimizer):
         first = batches[0]
         active = torch.ones((), dtype=first.dtype, device=first.device)
         if self.found_inf is not None:
-            active = (self.found_inf == 0).to(first.dtype)
+            active = (self.found_inf == 0).to(first.device, first.dtype)
         for batch in batches:
             batch.load_momentum(
                 self.param_groups[batch.group],
@@ -428,7 +429,7 @@ class MatrixBatch:
         grads = [local(p.grad).permute(self.axis_order) for p in self.parameters]
         torch.stack(grads, out=X.view(self.momentum.shape))
         if loss_scale is not None:
-            X /= loss_scale
+            X /= loss_scale.to(X.device)
         if found_inf is not None:
             torch.nan_to_num_(X, 0.0, 0.0, 0.0)
         momentum.lerp_(X, active * (1 - group["momentum"]))

@@ -201,8 +201,7 @@ class SLAMB(CommunicatingOptimizer):
 
     def _made_of(self) -> list[Any]:
         trained = [p.requires_grad for group in self.param_groups for p in group["params"]]
-        held = self.held("exp_avg", "exp_avg_sq", "fresh")
-        return [*held, *trained, len(self.param_groups)]
+        return [*self.held("exp_avg", "exp_avg_sq", "fresh"), *trained]
 
     def _create_buffers(self) -> None:
         """Lays all groups out: at first, and after a change of groups, state or frozen weights."""

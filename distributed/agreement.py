@@ -41,9 +41,12 @@ def check_equal(world: World, values: Mapping[str, Any], *, advice: str) -> None
         for name in {**first, **theirs}:
             expected, found = (each.get(name, "nothing") for each in (first, theirs))
             if found != expected:
+                same = len(os.path.commonprefix([expected, found]))
+                shown = slice(max(0, same - LONGEST_VALUE // 2), same + LONGEST_VALUE // 2)
+                expected, found = expected[shown], found[shown]
                 raise SharedInputError(
-                    f"the processes do not agree: {name} is {expected[:LONGEST_VALUE]} on rank 0 "
-                    f"and {found[:LONGEST_VALUE]} on rank {rank}; {advice}"
+                    f"the processes do not agree: {name} is {expected} on rank 0 and {found} on "
+                    f"rank {rank}; {advice}"
                 )
 
 

@@ -157,10 +157,11 @@ class RoundedGradients(AllReduceHook):
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
-        return {str(n): self.errors[p].cpu() for n, p in enumerate(parameters) if p in self.errors}
+        numbered = enumerate(parameters)
+        return {f"gradient {n}": self.errors[p].cpu() for n, p in numbered if p in self.errors}
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
-        numbered = {str(n): p for n, p in enumerate(parameters)}
+        numbered = {f"gradient {n}": p for n, p in enumerate(parameters)}
         self.errors = {p: state[n].to(p.device) for n, p in numbered.items() if n in state}
 
 
@@ -171,15 +172,18 @@ class LocalSGD(AllReduceHook):
     this one keeps them where they are.
 
     Args:
-        every: steps between two averagings of the weights.
+        every: steps from one averaging of the weights to the next, but for the end of an epoch.
         after: steps at the start in which gradients are averaged instead.
+
+    Attributes:
+        met: the step after which the ranks have last agreed.
     """
 
     replicas_diverge = True
 
     def __init__(self, world: World, every: int, *, after: int = 0) -> None:
         super().__init__(world)
-        self.every, self.after, self.steps = every, after, 0
+        self.every, self.after, self.steps, self.met = every, after, 0, after
         self.averager = RankAverager()
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -192,22 +196,25 @@ class LocalSGD(AllReduceHook):
         self.steps += 1
         if self.steps == self.after:
             self.start(parameters)
-        elif self.steps > self.after and (self.steps - self.after) % self.every == 0:
+        elif self.steps - self.met >= self.every:
             self.outer_step(parameters)
 
     def outer_step(self, parameters: Sequence[Tensor]) -> None:
-        """What the ranks do together every `every` steps: here they average the weights."""
-        self.sync_replicas(parameters)
-
-    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
+        """What the ranks do together after `every` steps: here they average the weights."""
         average_tensors(parameters, self.averager)
         self.world.traffic += self.averager.take_traffic()
+        self.met = self.steps
+
+    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
+        if self.met < self.steps:
+            self.outer_step(parameters)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "met": self.met}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         self.steps = state.get("steps", 0)  # 0 after a run without this hook
+        self.met = state.get("met", self.after)
 
 
 def _finished(buffer: Tensor) -> Future[Tensor]:

@@ -28,10 +28,11 @@ from distributed.world import World
 class DiLoCo(LocalSGD):
     """DiLoCo (see above) as what data parallelism sends.
 
-    After each epoch the ranks take an outer step as well, so that all evaluate the same weights.
+    After each epoch the ranks take an outer step as well, so that all evaluate the same weights;
+    the next one is H steps later.
 
     Args:
-        every: H, steps between two outer steps.
+        every: H, steps from one outer step to the next.
         after: steps at the start in which gradients are averaged instead.
         lr: eta, of the outer step.
         momentum: mu, of the outer step; the paper has 0.9, which loses 4 points in short runs
@@ -62,7 +63,6 @@ class DiLoCo(LocalSGD):
             raise ValueError(f"lr={lr} must be above 0, and momentum={momentum} within [0, 1)")
         self.lr, self.momentum = lr, momentum
         self.wire_dtype, self.wire_bits = wire_dtype, wire_bits
-        self.met = 0  # the step after which the ranks have last agreed
         self.common: list[Tensor] = []
         self.momenta: list[Tensor] = []
         self.errors: list[Tensor] = []
@@ -75,7 +75,7 @@ class DiLoCo(LocalSGD):
         ]
         self.momenta = [torch.zeros_like(each) for each in self.common]
         self.errors = [torch.zeros_like(each) for each in self.common]
-        self.met = self.steps
+        self.met = max(self.steps, self.after)
 
     @torch.no_grad()
     def outer_step(self, parameters: Sequence[Tensor]) -> None:
@@ -107,14 +107,9 @@ class DiLoCo(LocalSGD):
         of_ranks = [decode(*codes) for codes in self.averager.gather(mine)]
         return [sum(each[1:], each[0]) / len(each) for each in zip(*of_ranks)]
 
-    def sync_replicas(self, parameters: Sequence[Tensor]) -> None:
-        if self.after <= self.met < self.steps:
-            self.outer_step(parameters)
-
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
         return {
             **super().state_dict(parameters),
-            "met": self.met,
             "common": [a.cpu() for a in self.common],
             "momenta": [b.cpu() for b in self.momenta],
         }
@@ -123,10 +118,9 @@ class DiLoCo(LocalSGD):
         parameters = list(parameters)
         super().load_state_dict(state, parameters)
         if "common" not in state:  # of a run without this hook
-            super().sync_replicas(parameters)
+            super().outer_step(parameters)
             self.start(parameters)
             return
-        self.met = state.get("met", self.after)  # of a run that did not count it
         devices = [p.device for p in parameters]
         self.common = [a.to(on, copy=True) for a, on in zip(state["common"], devices)]
         self.errors = [torch.zeros_like(a) for a in self.common]
@@ -134,8 +128,9 @@ class DiLoCo(LocalSGD):
 
     def rank_state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """What rounding has left on this rank, by the parameters' numbers."""
-        return {str(n): e.cpu() for n, e in enumerate(self.errors)} if self.wire_bits else {}
+        errors = self.errors if self.wire_bits else []
+        return {f"change {n}": e.cpu() for n, e in enumerate(errors)}
 
     def load_rank_state_dict(self, state: dict[str, Tensor], parameters: Sequence[Tensor]) -> None:
         for number, e in enumerate(self.errors):
-            e.copy_(state.get(str(number), torch.zeros_like(e)))
+            e.copy_(state.get(f"change {number}", torch.zeros_like(e)))

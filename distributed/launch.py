@@ -52,8 +52,8 @@ def launch(arguments: list[str]) -> int:
 
     args, seconds = run.parse_args(arguments), START_SECONDS
     with contextlib.suppress(KeyError, ValueError):  # a wrong number is refused by the script
-        flags = args.training_script_args
-        given = float(dict(zip(flags, flags[1:]))["--timeout"])
+        words = [word for each in args.training_script_args for word in each.split("=", 1)]
+        given = float(dict(zip(words, words[1:]))["--timeout"])
         seconds = given if 0 < given < MOST_SECONDS else START_SECONDS
     if args.standalone:  # whatever the name of this machine is, and PET_NNODES
         args.nnodes, args.local_addr = "1", args.local_addr or "127.0.0.1"

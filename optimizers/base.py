@@ -77,10 +77,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
             self.made_of = made_of()  # the states may be views of what was made by now
 
     def held(self, *names: str) -> list[Any]:
-        """All parameters, then their states of these names; None for one that does not exist."""
+        """All parameters, their number in each group, then their states of these names, or None."""
         parameters = [p for group in self.param_groups for p in group["params"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
         states = [self.state.get(p, {}) for p in parameters]
-        return [*parameters, *(state.get(name) for name in names for state in states)]
+        return [*parameters, *sizes, *(state.get(name) for name in names for state in states)]
 
     @torch._disable_dynamo  # torch's compiler would trace what `remake` keeps
     @torch.no_grad()
@@ -177,12 +178,13 @@ class GradScalerOptimizer(CheckedOptimizer):
         grads = [local(p.grad) for p in parameters]
         grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
         if self.loss_scale is not None and grads:
-            grads = list(torch._foreach_div(grads, self.loss_scale))
+            grads = list(torch._foreach_div(grads, self.loss_scale.to(grads[0].device)))
         if self.found_inf is None:
             return parameters, grads, None
-        skip, zero = self.found_inf > 0, torch.zeros((), device=self.found_inf.device)
+        found_inf = self.found_inf.to(grads[0].device) if grads else self.found_inf
+        skip, zero = found_inf > 0, torch.zeros((), device=found_inf.device)
         grads = [torch.where(skip, zero, grad) for grad in grads]  # one kernel each
-        return parameters, grads, (self.found_inf == 0).double()
+        return parameters, grads, (found_inf == 0).double()
 
     def moments(
         self, parameters: list[Tensor], like: list[Tensor], *names: str
@@ -263,7 +265,10 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """
     if isinstance(optimizer, GradScalerOptimizer) or optimizer.defaults.get("fused"):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
     elif not skip:
         optimizer.step()
 

@@ -22,6 +22,8 @@ def ranks_agree_or_raise_together(world: World) -> None:
     if world.size > 1:
         with pytest.raises(SharedInputError, match="0.1 on rank 0 and 0.2 on rank 1; mend it"):
             agreement.check_equal(world, {"--lr": 0.1 * (1 + world.rank)}, advice="mend it")
+        with pytest.raises(SharedInputError, match="/0 on rank 0 .*/1 on rank 1"):
+            agreement.check_equal(world, {"--out": f"{'long/' * 20}{world.rank}"}, advice="mend it")
     assert agreement.on_main(world, lambda: world.rank) == 0
     assert (world.local_rank, world.devices) == (world.rank, 1), "no LOCAL_RANK, LOCAL_WORLD_SIZE"
 

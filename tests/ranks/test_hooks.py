@@ -148,10 +148,14 @@ def a_run_goes_on_with_another_hook(world: World) -> None:
         other.parts.load_state_dict(copy.deepcopy(state))
         weights, expected = (world.sum(flat(each.parallel.parameters)) for each in (other, trainer))
         torch.testing.assert_close(weights, expected)
+        agreed = False
         for number in range(4, 9 if other.parallel.replicas_diverge else 5):  # the sixth is outer
             other.train_step(*batch(number, world.rank))
-            if getattr(other.comm_hook, "steps", 0) % 3 == 0:
+            hook = other.comm_hook
+            if not other.parallel.replicas_diverge or hook.met == hook.steps:
                 assert_ranks_agree(world, other)
+                agreed = True
+        assert agreed
 
 
 # -------------------------------------------------------------------- DiLoCo in float64
@@ -230,6 +234,14 @@ def an_evaluation_in_between_is_an_outer_step(world: World) -> None:
                 hook.sync_replicas(mine)
         runs.append(mine)
     assert all(map(torch.equal, *runs))
+    hook = started(world, mine, 3, after=1)
+    met = []
+    for step in range(1, 9):
+        train(world, hook, mine, range(step, step + 1))
+        if step == 3:
+            hook.sync_replicas(mine)
+        met.append(hook.met)
+    assert met == [1, 1, 3, 3, 3, 6, 6, 6]  # the next one is three steps later
 
 
 def few_bits_add_up_to_the_changes(world: World) -> None:
@@ -253,6 +265,9 @@ def few_bits_add_up_to_the_changes(world: World) -> None:
         other.load_state_dict(state[0], mine)
         other.load_rank_state_dict(state[1], mine)
         assert torch.equal(other.errors[0], hook.errors[0])
+        rounded = RoundedGradients(world, "int8")
+        rounded.load_rank_state_dict(state[1], mine)
+        assert not rounded.errors, "these are errors of changes, not of gradients"
 
 
 def what_no_rank_changes_stays_as_it_is(world: World) -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import fake_cuda
@@ -21,6 +22,7 @@ import mixup
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from backends.precision import Precision
 from backends.torch_compat import unavailable_reason
+from cli.optimizers import optimizer_choice
 from conftest import each_of
 from distributed import fsdp
 from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
@@ -141,6 +143,18 @@ def test_ngds_step_with_shards_waits_for_nothing():
             with gpu.waiting() if not number else contextlib.nullcontext():
                 optimizer.step()
         assert optimizer.sharded[0].owned
+
+
+@each_of("name", ["ngd", "kaldi_ngd", "lamb", "lars"])
+def test_one_scale_serves_groups_on_several_gpus(name):
+    with FakeTensorMode():
+        weights = [nn.Parameter(torch.randn(8, 8, device=f"cuda:{i}")) for i in range(2)]
+        optimizer = optimizer_choice(name).make([{"params": [p]} for p in weights], lr=0.1)
+        for p in weights:
+            p.grad = torch.randn_like(p)
+        optimizer.grad_scale = torch.ones((), device="cuda:0")
+        optimizer.found_inf = torch.zeros((), device="cuda:0")
+        optimizer.step()
 
 
 # What the host asks, and views that torch does not call so.

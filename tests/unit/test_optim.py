@@ -122,6 +122,12 @@ def test_warmup_rises_linearly_and_ends_at_one(warmup, steps):
     assert factors[rise:] == [1.0] * 3
 
 
+@each_of("wrong", [{"gamma": -0.5}, {"warmup": -1}, {"warmup": math.nan}])
+def test_a_rate_does_not_fall_below_zero(wrong):
+    with pytest.raises(ValueError, match=str(*wrong)):
+        Schedule("exponential", EPOCHS, **wrong)
+
+
 @each_of(("name", "end"), [("polynomial", 0.1), ("cosine", 0.1), ("onecycle", 3 / 250_000)])
 def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
     warm = Schedule(name, 12, warmup=4, end=0.1, peak=3.0)
@@ -224,6 +230,7 @@ def test_skipped_steps_leave_no_trace(name, skipped, is_fused, monkeypatch):
                 p.grad.view(-1)[::3] = bad
             before = snapshot(optimizer)
             step_unless_skipped(optimizer, torch.tensor(True))
+            assert getattr(optimizer, "found_inf", None) is None  # of the next step
             for (p, state), (old, known) in zip(snapshot(optimizer), before):
                 assert_same([p, {key: state[key] for key in known}], [old, known])
         for each in (optimizer, peer):
@@ -268,6 +275,17 @@ def test_a_grad_scaler_unscales_and_skips(name, bad):
     optimizer.zero_grad()
     optimizer.found_inf = 0  # of a GradScaler that has found no gradient
     optimizer.step()
+
+
+@each_of("name", OURS)
+def test_a_parameter_that_moves_into_another_group_has_its_rate(name):
+    groups = [{"params": weights([(4, 3), (4, 3)]), "lr": 0.0}, {"params": weights([(4, 3)])}]
+    optimizer = train(OPTIMIZERS[name].make(groups, lr=0.1), range(2))
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[1]["params"].insert(0, moved)
+    before = moved.detach().clone()
+    train(optimizer, range(2, 4))
+    assert not torch.equal(moved, before)
 
 
 WAYS = [through_a_file, copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))]
