@@ -21,7 +21,7 @@ from errors import InputError, refused_as
 from input_pipeline import own_data
 from input_pipeline.baseline import MOST_CLASSES, Baseline
 from input_pipeline.dataset import BatchedDataset
-from input_pipeline.fingerprint import check_data
+from input_pipeline.fingerprint import check_data, is_same
 from input_pipeline.label_noise import swapped_classes, with_noise
 from input_pipeline.sampler import fold_of_rows, held_out_rows, parted, stratified_rows
 from training.checkpoint import Checkpoint
@@ -114,8 +114,10 @@ def use_rows(
     )
     if run.checkpoint and (now := fingerprint["splits"].get("train")):
         before = run.checkpoint.splits.get("train")
-        if before and before != now:  # other rows are held out, and a baseline is another
-            pair = [f"{split['rows']} rows" for split in (before, now)]
+        if before and not is_same(before, now):
+            # other rows are held out, and a baseline is another
+            other = "other " * (before["rows"] == now["rows"])
+            pair = [f"{before['rows']} rows", f"{other}{now['rows']} rows"]
             run.checkpoint.changed["the data"] = pair
     chosen = choose_rows(settings, splits, classes, redrawn=redrawn_by(run))
     if run.world.is_main and chosen.lines:
@@ -198,14 +200,17 @@ def class_numbers(labels: Tensor) -> Tensor:
 
 
 def split_rows(
-    settings: Settings, labels: Tensor, has_val: bool = False, groups: Sequence[str] = ()
+    settings: Settings,
+    labels: Tensor,
+    has_val: bool = False,
+    groups_of_rows: Callable[[], Sequence[str]] = tuple,
 ) -> dict[str, Tensor]:
     """Class-balanced row numbers of 'train' and, with --val_fraction or --fold, of 'val'.
 
     Args:
         labels: (rows,) of the training set; (rows, classes) of several labels are not balanced.
         has_val: the data set has a validation set of its own, which is used instead.
-        groups: of each row what it belongs to, if --group_column is given.
+        groups_of_rows: of each row what it belongs to, if --group_column is given.
     Raises:
         InputError: no rows are left, or there is a validation set beside --fold.
     """
@@ -221,6 +226,7 @@ def split_rows(
         )
     if has_val or not settings.holds_out:
         return {"train": rows}
+    groups = groups_of_rows()  # read where rows are parted only: other data may have none
     if settings.fold:  # of all rows: folds of different seeds pair
         with refused_as(f"--fold {settings.fold}"):
             number, folds = map(int, settings.fold.split("/"))

@@ -37,6 +37,7 @@ from distributed.worker import launcher_id
 from distributed.world import World
 from dynamic_batch import WorkerBalancer
 from errors import InputError, refused_as
+from input_pipeline.fingerprint import is_same
 from input_pipeline.label_noise import class_number
 from input_pipeline.own_data import list_names
 from mixup import MetaMixup
@@ -580,7 +581,8 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
     if run.world.is_main:
         before = run.checkpoint.splits if run.checkpoint else {}
         now = data.metadata.get("data", {}).get("splits", {})
-        is_new = name == "test" or any(now[split] != before.get(split) for split in now)
+        is_known = all(split in before and is_same(before[split], now[split]) for split in now)
+        is_new = name == "test" or not is_known
         why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""
         what = "each label" if found.card.is_multilabel else "accuracy"

@@ -363,7 +363,7 @@ class FlagParser(argparse.ArgumentParser):
                 if word.endswith("="):  # a setting of a part
                     word, value = word[:-1], value if equals else next(remaining, "")
                     equals = "="
-            if not (value if equals else word).strip():
+            if not (value if equals else word):
                 raise InputError(f"{flag}: the value is empty; give one, or leave the flag out")
             translated.append(f"{word}{equals}{value}")
         return translated

@@ -255,6 +255,17 @@ def accuracy(row: Row) -> float:
     return round(100 * fraction, 9)  # 58, where 100 * 0.58 is 57.99999999999999
 
 
+def measure(row: Row) -> str:
+    """Return what searches and races compare: 'map' where rows may have several labels."""
+    return "map" if {"val_map", "test_map"} & row.keys() else "accuracy"
+
+
+def measured(row: Row) -> float:
+    """Return `measure` as a fraction, on the test set where a run uses it, or on held-out rows."""
+    name = measure(row)
+    return row.get(f"test_{name}", row.get(f"val_{name}", -1.0))
+
+
 def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the column that chooses the best epoch of a run."""
     last = next(filter(is_evaluated, reversed(rows)), {})

@@ -20,7 +20,7 @@ from figures.draw import save
 from figures.methods import COLOURS
 from figures.panels import add_legend, create_panels, label_axes, plain_log_ticks
 from figures.report import subject, write_report
-from figures.run_logs import ReportedRun, Row, accuracy, last, mean_and_deviation
+from figures.run_logs import ReportedRun, Row, last, mean_and_deviation, measure, measured
 from training.atomic_file import atomic_write_text
 from training.epoch_report import training_seconds
 from training.progress import device_hours
@@ -92,8 +92,13 @@ class Contender:
 
     @property
     def accuracies(self) -> list[float]:
-        """Accuracy of each run in percent, on the test set or its fold."""
-        return last([run.rows for run in self.runs], accuracy)
+        """What is measured of each run, in percent, on the test set or its fold."""
+        return last([run.rows for run in self.runs], lambda row: round(100 * measured(row), 9))
+
+    @property
+    def measure(self) -> str:
+        """What is measured, in words: the accuracy, or the mAP of several labels."""
+        return "mAP" if measure(self.runs[0].rows[-1]) == "map" else "accuracy"
 
     @property
     def seconds(self) -> float:
@@ -102,9 +107,9 @@ class Contender:
 
     @property
     def test_rows(self) -> int:
-        """Rows of the test set; 0 where there are too many classes to count them."""
-        confusion = self.runs[0].confusion
-        return int(confusion.counts.sum()) if confusion else 0
+        """Rows of the test set; 0 where they may have several labels."""
+        confusion, result = self.runs[0].confusion, self.runs[0].result
+        return int(confusion.counts.sum()) if confusion else result.get("rows", 0)
 
     def difference(self, first: Contender) -> Difference:
         """Return how far the arm is ahead of another one."""
@@ -113,11 +118,11 @@ class Contender:
 
 
 def best_rate(trials: Mapping[float, Row]) -> float:
-    """Return the rate with the highest held-out accuracy; of equal ones, with the lowest loss."""
+    """Return the rate with the highest held-out measure; of equal ones, with the lowest loss."""
 
     def key(rate: float) -> tuple[float, float]:
         loss = trials[rate].get("val_loss")
-        return trials[rate].get("val_accuracy", -1.0), -math.inf if loss is None else -loss
+        return measured(trials[rate]), -math.inf if loss is None else -loss
 
     return max(trials, key=key)
 
@@ -130,8 +135,9 @@ def winner(arms: Sequence[Contender]) -> Contender:
 
 def table(arms: Sequence[Contender]) -> list[str]:
     """Return the lines of a table in Markdown, which a terminal shows aligned."""
-    measured = "accuracy on folds" if arms[0].differ_in == "folds" else "test accuracy"
-    titles = f"arm|rate|{measured}|difference to {arms[0].name}|training time"
+    what = arms[0].measure
+    what = f"{what} on folds" if arms[0].differ_in == "folds" else f"test {what}"
+    titles = f"arm|rate|{what}|difference to {arms[0].name}|training time"
     rows = [[*titles.split("|"), "device-hours of a run", "with its search"]]
     for arm in arms:
         hours = statistics.mean(device_hours(run.rows) for run in arm.runs)
@@ -165,10 +171,10 @@ def limits(arms: Sequence[Contender]) -> list[str]:
     seeds, found = len(arms[0].runs), []
     differ_in = arms[0].differ_in
     if seeds > 1:
+        least = " (an error below that of one test row counts as that)" if arms[0].test_rows else ""
         found.append(
             f"An arm is ahead or behind where the difference exceeds {errors_needed(seeds):.1f} of "
-            f"its standard errors, Student's t for {seeds} {differ_in} and 95 % (an error below "
-            "that of one test row counts as that)."
+            f"its standard errors, Student's t for {seeds} {differ_in} and 95 %{least}."
         )
     if differ_in == "folds":
         found.append(
@@ -239,7 +245,7 @@ def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
     """Draw the search of each arm, and what its seeds reach in full over their training time."""
     figure, (searched, in_full) = create_panels(2, title)
     for arm, colour in zip(arms, itertools.cycle(COLOURS.values())):
-        shown = {rate: 100 * row["val_accuracy"] for rate, row in arm.trials.items() if row}
+        shown = {rate: 100 * measured(row) for rate, row in arm.trials.items() if row}
         rates = sorted(shown)
         searched.plot(rates, [shown[rate] for rate in rates], "o-", color=colour, label=arm.name)
         if arm.rate in shown:  # else no trial has come to its end
@@ -249,7 +255,8 @@ def draw_race(arms: Sequence[Contender], path: Path, *, title: str) -> None:
         in_full.plot(arm.seconds, statistics.mean(arm.accuracies), "_", color=colour, markersize=20)
     searched.set_xscale("log")
     plain_log_ticks(searched.xaxis)
-    label_axes(searched, "learning rate", "held-out accuracy / %", title="search; star: best rate")
-    label_axes(in_full, "training time / s", "accuracy / %", title="in full; bar: mean")
+    what = f"{arms[0].measure} / %"
+    label_axes(searched, "learning rate", f"held-out {what}", title="search; star: best rate")
+    label_axes(in_full, "training time / s", what, title="in full; bar: mean")
     add_legend(figure, searched, title="a point for each trial and seed")
     save(figure, path)

@@ -404,11 +404,20 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with broken, open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
         known = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
         features = known.get("info", {}).get("features", {})
-        kinds = {name: each.get("feature", each) for name, each in features.items()}
-        names = {n: each["names"] for n, each in kinds.items() if each["_type"] == "ClassLabel"}
+        names = {name: class_names(each) for name, each in features.items() if class_names(each)}
         batches = (batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
         for number, row in enumerate(chain.from_iterable(batches), 1):
             yield number, row | {name: named(row[name], names[name]) for name in names}
+
+
+def class_names(feature: Any) -> list[str]:
+    """Return the names of a feature of Hugging Face, or of the elements of its list; [] of others.
+
+    A column of objects is a mapping of features without a type.
+    """
+    kind = feature.get("feature", feature) if isinstance(feature, dict) else feature[0]
+    is_class = isinstance(kind, dict) and kind.get("_type") == "ClassLabel"
+    return kind["names"] if is_class else []
 
 
 def named(value: Any, classes: Sequence[str]) -> Any:

@@ -36,7 +36,7 @@ def check_data(
         trained: the metadata of the checkpoint that the run goes on from, or None.
         source: how the user named the data.
     Returns:
-        The number of rows and the hash of the labels of each split, which checkpoints keep.
+        Of each split the number of rows and hashes of labels and marks, which checkpoints keep.
     Raises:
         InputError: the ranks read different data, or the classes are not those of the checkpoint.
     """
@@ -44,9 +44,9 @@ def check_data(
     for name, split in data.items():
         digest = hashlib.sha256(np.asarray(split.labels, dtype=np.int64).tobytes()).hexdigest()
         splits[name] = {"rows": len(split.labels), "labels": digest[:DIGITS]}
-    values: dict[str, Any] = {f"the {name} split": split for name, split in splits.items()}
-    for name in data if world.size > 1 else ():
-        values[f"the hash of the {name} files"] = zlib.crc32(data[name].marks())
+    values: dict[str, Any] = {f"the {name} split": {**split} for name, split in splits.items()}
+    for name, split in data.items():
+        values[f"the hash of the {name} files"] = splits[name]["marks"] = zlib.crc32(split.marks())
     check_equal(
         world, {**values, "the list of classes": classes}, advice="give all nodes the same data"
     )
@@ -58,10 +58,16 @@ def check_data(
         )
     for name, split in splits.items():
         before, rows = trained["data"]["splits"].get(name, {"rows": 0}), split["rows"]
-        if before != split and world.is_main:
-            and_had = "with other labels" if before["rows"] == rows else f"and had {before['rows']}"
+        if not is_same(before, split) and world.is_main:
+            is_other = before["rows"] == rows
+            and_had = "with other labels or files" if is_other else f"and had {before['rows']}"
             print(
                 "warning: the data is not that of the checkpoint's run: "
                 f"the {name} split has {rows} rows {and_had}"
             )
     return {"splits": splits}
+
+
+def is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether what checkpoints keep of two splits is the same, as far as both have it."""
+    return all(now[name] == value for name, value in before.items() if name in now)

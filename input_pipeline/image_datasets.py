@@ -93,7 +93,7 @@ class ImageSplit:
     channels: int = 3
     interpolation: str = "bilinear"
     notes: tuple[str, ...] = ()
-    groups: Sequence[str] = ()
+    groups: Callable[[], Sequence[str]] = tuple
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -103,7 +103,7 @@ class ImageSplit:
         pixels = None if self.pixels is None else self.pixels[rows]
         files = None if self.files is None else self.files[rows.numpy()]
         labels = self.labels[rows]
-        return dataclasses.replace(self, labels=labels, pixels=pixels, files=files, groups=())
+        return dataclasses.replace(self, labels=labels, pixels=pixels, files=files, groups=tuple)
 
     def marks(self) -> bytes:
         """The names of the files: the same on each node, wherever the data lies there."""
@@ -279,11 +279,11 @@ def read_folder(
     }
     splits["train"].notes += tuple(unread_splits(root, paths, ("", *SUFFIXES)))
     if choice.group and "train" in tables:
-        splits["train"].groups = tables["train"].groups(choice.group)
+        splits["train"].groups = partial(tables["train"].groups, choice.group)
     elif choice.group:
         files = splits["train"].files
         assert files is not None
-        splits["train"].groups = folders_of(files, paths["train"], choice.group)
+        splits["train"].groups = partial(folders_of, files, paths["train"], choice.group)
     return splits, names
 
 

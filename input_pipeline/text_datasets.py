@@ -16,7 +16,7 @@ import re
 import unicodedata
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -85,7 +85,7 @@ class TextSplit:
     texts: StoredTexts
     notes: tuple[str, ...] = field(default=(), compare=False)
     columns: ColumnChoice = field(default=NO_CHOICE, compare=False)
-    groups: Sequence[str] = field(default=(), compare=False)
+    groups: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -194,7 +194,7 @@ def read_own_csv(
         train = train or table
         splits[split], names = read_table(table, names, is_chosen=is_chosen)
         if choice.group and split == "train" and [*paths.values()].count(path) == 1:
-            splits[split].groups = table.groups(choice.group)
+            splits[split].groups = partial(table.groups, choice.group)
     splits["train"].notes += tuple(unread_splits(folder, paths, SUFFIXES))
     return splits, names
 
@@ -253,7 +253,8 @@ def name_classes(
             f"{where} has only one value, {first!r}; classification needs two classes or "
             "more (choose another column with --label_column)"
         )
-    if len(labels) >= MIN_CHECKED_ROWS and len(counts) > MAX_CLASSES_PER_ROW * len(labels):
+    is_checked = len(labels) >= MIN_CHECKED_ROWS and not is_chosen
+    if is_checked and len(counts) > MAX_CLASSES_PER_ROW * counts.total():
         raise InputError(
             f"{where} has {len(counts)} different values in {len(labels)} rows, too many to be "
             f"classes (such as {shorten(first)!r}); choose the column of the label with "

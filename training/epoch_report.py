@@ -179,6 +179,8 @@ def final_result(
     result = {"epoch": epoch, "eval_set": EVAL_SET_NAMES[name], "scores": scores}
     if found.average_precision is not None:
         result |= {"labels": list(classes), "label_counts": found.class_counts.tolist()}
+    else:
+        result["rows"] = int(found.class_counts[1].sum())
     if rows is not None and scores:
         result["worst"] = worst_rows(rows, classes, shown.get(name, lambda row: {}))
     return result

@@ -50,7 +50,8 @@ def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
         limits = LIMITS if card.is_multilabel else LIMITS + ONE_LABEL
         use = f"```python\n{USE[file.suffix].replace('FILE', file.name)}\n```\n"
         lines = [f"# {file.name}", "", *_table(checkpoint, card), "", use, limits, OWN + added]
-        atomic_write_text(path, "\n".join(lines))
+        page = "\n".join(lines).encode("utf-8", "backslashreplace")  # a class may be b"caf\xe9"
+        atomic_write_text(path, page.decode("utf-8"))
     print(f"{path}: a model card; its last section is yours to write")
 
 
@@ -63,10 +64,14 @@ def _table(checkpoint: Checkpoint, card: Card) -> list[str]:
     if source == "best.pt" and flags["epochs"] > 1:
         reached += f", {what_chose(progress['best']['chosen_by'])}"
     rows = ", ".join(f"{split['rows']:,} {name}" for name, split in checkpoint.splits.items())
-    if held_out := flags.get("fold") or flags["val_fraction"]:
-        rows += f", of train {held_out} held out"
+    if fold := flags.get("fold"):
+        rows += f", fold {fold} of train held out"
+    elif flags["val_fraction"] and "val" not in checkpoint.splits:
+        rows += f", of train {flags['val_fraction']:g} held out"
     if flags["subset"] < 1:
         rows += f", of train {flags['subset']:g} used"
+    if noise := flags.get("label_noise"):
+        rows += f", with --label_noise {noise}"
     weights = f", from weights of {Path(flags['weights']).name}" if flags.get("weights") else ""
     is_folder = card.arch.startswith("hf:/")  # of this machine, which is nobody's business
     arch = f"hf:{Path(card.arch).name}" if is_folder else card.arch

@@ -16,6 +16,7 @@ from errors import (
     NonFiniteLoss,
     first_line,
     handled_signals,
+    stop_signals,
 )
 from training.progress import Progress, Row
 from training.run_log import RunLog
@@ -42,6 +43,9 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
         Interrupted: a signal has ended a process on which a step depends, such as a compiler.
     """
     caught: list[int] = []
+    if not stop_signals():  # in a thread, which gets none
+        yield caught
+        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -83,21 +87,25 @@ class Diverged(Exception):
     """Too many steps in a row were not finite."""
 
 
-def has_finite_losses(row: Row) -> bool:
+def has_finite_losses(row: Row, *, is_scaled: bool) -> bool:
     """Whether the training loss and all evaluation losses of an epoch are finite.
 
     The training loss is not a number where every step of an epoch too short for `roll_back` was
-    skipped.
+    skipped; where the loss `is_scaled` that is how fp16 finds its scale, and does not count.
     """
-    losses = [row["train_loss"], row.get("val_loss"), row.get("test_loss")]
+    losses = [
+        row.get("val_loss"),
+        row.get("test_loss"),
+        *([] if is_scaled else [row["train_loss"]]),
+    ]
     return all(loss is None or math.isfinite(loss) for loss in losses)
 
 
-def check_last_epoch(rows: Sequence[Row]) -> None:
-    """Raise NonFiniteLoss if a loss of the last epoch is not finite."""
-    if rows and not has_finite_losses(rows[-1]):
+def check_last_epoch(rows: Sequence[Row], *, is_scaled: bool) -> None:
+    """Raise NonFiniteLoss if a loss of the last epoch is not finite, as of `has_finite_losses`."""
+    if rows and not has_finite_losses(rows[-1], is_scaled=is_scaled):
         epoch = f"epoch {rows[-1]['epoch']}"
-        if math.isfinite(rows[-1]["train_loss"]):
+        if is_scaled or math.isfinite(rows[-1]["train_loss"]):
             raise NonFiniteLoss(f"the loss after {epoch} is not finite; {REMEDIES}")
         raise NonFiniteLoss(f"no step of {epoch} had finite gradients; {REMEDIES}")
 

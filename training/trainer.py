@@ -195,8 +195,8 @@ class Trainer:
                     self.finish_epoch()
                 if stop and not self.is_over():
                     self.interrupt()
-            if len(self.progress.rows) > before and not self.scaler.is_enabled():
-                recovery.check_last_epoch(self.progress.rows)
+            if len(self.progress.rows) > before:
+                recovery.check_last_epoch(self.progress.rows, is_scaled=self.scaler.is_enabled())
             if reason := self.early_stop.reason(self.progress.rows, since=self.progress.since):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
@@ -524,7 +524,7 @@ class Trainer:
         progress.end_epoch()
         self.world.traffic = Traffic()
         self.sums.start_epoch()
-        has_trained = self.scaler.is_enabled() or recovery.has_finite_losses(row)
+        has_trained = recovery.has_finite_losses(row, is_scaled=self.scaler.is_enabled())
         if has_trained and (not self.may_have_diverged(totals) or self.is_over()):
             self.checkpointer.save(best=best)  # else the epoch is done anew after a return
         self.log.epoch(progress.rows)

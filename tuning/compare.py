@@ -27,7 +27,7 @@ from tuning.config import Arm
 from tuning.sweep import HELD_OUT, SCRIPTS, check_optuna
 from tuning.target_script import TargetScript
 
-IN_COMMON = ("epochs", "seed", "dataset", "data_dir")  # of all runs of a race
+IN_COMMON = ("epochs", "seed", "dataset", "data_dir", "test_views")  # of all runs of a race
 
 
 def compare_parser() -> FlagParser:

@@ -12,11 +12,6 @@ Space = dict[str, dict[str, Any]]
 """Of each searched flag, the arguments of Optuna's suggest method and the method's `type`."""
 
 
-def row_accuracy(row: dict[str, Any]) -> float:
-    """Return the accuracy on the test set where a run uses it, or else on held-out rows."""
-    return row["test_accuracy" if "test_accuracy" in row else "val_accuracy"]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One side of a race: its name, the script with its flags, and its own learning rate."""

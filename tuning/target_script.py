@@ -21,11 +21,12 @@ from errors import InputError
 from input_pipeline import csv_tables, own_data
 
 HELD_OUT = ("val_fraction", "fold", "test")
-SET_BY_SWEEP = ("out", "resume", "checkpoint", "eval_every", *HELD_OUT, "no-test")
+SET_BY_SWEEP = ("out", "resume", "checkpoint", "eval_every", *HELD_OUT)
 ENDS = ("patience", "stop_at", "best_by")  # all runs are to end at their last epoch
 SPEED_FLAGS = ("device", "resident", "threads", "workers")
 MACHINE_FLAGS = {*SPEED_FLAGS, "data_dir", "log_every", "track"}
 NOT_COMPARABLE = "the search sets this flag for each run, so that all compare"
+OF_OPTIMIZER = ("lr", "weight_decay", "momentum", "nesterov", "betas")  # values for one alone
 USUAL_EPOCHS = 5  # of a pretrained encoder
 NOT_IN_RECIPE = MACHINE_FLAGS | {"subset", "epochs", "seed", "recipe", "save_every"}
 """Flags of a trial that its recipe does not fix."""
@@ -55,14 +56,15 @@ class TargetScript:
         parser = script_parser(file)
         parser.suggested = sorted(sweep_flags)
         arguments = parser.translate(arguments)
-        for name in SET_BY_SWEEP:
-            if any(argument.split("=")[0] == f"--{name}" for argument in arguments):
-                raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out")
         own = parser.given(arguments)
+        if taken := [name for name in SET_BY_SWEEP if name in own]:
+            raise InputError(f"--{taken[0]}: {NOT_COMPARABLE}; leave it out")
         if recipe := own.get("recipe"):
             held = parser.defaults() | parser.given(options.recipe_arguments(recipe, parser))
             kept = parser.merged(held, own)  # without settings of another optimizer than own
             lost = [each for each in parser.settings() if held[each.dest].keys() - kept[each.dest]]
+            if held["optimizer"] != kept["optimizer"]:
+                lost += map(parser.flags.__getitem__, OF_OPTIMIZER)
             arguments = [*options.recipe_arguments(recipe, parser, without=lost), *arguments]
         own = options.own_form(parser.given(arguments), parser)
         arguments += [word for name, value in own.items() for word in (f"--{name}", value)]

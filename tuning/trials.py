@@ -23,8 +23,9 @@ import torch
 import errors
 from distributed.worker import SWEEP
 from errors import InputError
+from figures.run_logs import measured
 from training.epoch_report import is_evaluated
-from tuning.config import SweepConfig, row_accuracy
+from tuning.config import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 START = "-- start"  # a line of console.log; an error before it was that of an earlier start
@@ -52,7 +53,7 @@ class TrialRunner:
     stop: threading.Event = field(default_factory=threading.Event)  # set to end all trials
 
     def __call__(self, trial: optuna.Trial, arguments: list[str]) -> float:
-        """Run one trial and return its accuracy.
+        """Run one trial and return what is measured, see `run_logs.measured`.
 
         Args:
             trial: its user attributes get its folder, from whose checkpoint a killed one resumes.
@@ -111,7 +112,7 @@ class TrialRunner:
                     break
                 for row in filter(is_evaluated, rows[num_reported:]):
                     if row["epoch"] not in before:
-                        trial.report(row_accuracy(row), row["epoch"])
+                        trial.report(measured(row), row["epoch"])
                     if self.should_prune(trial, row):
                         raise optuna.TrialPruned
                 num_reported = len(rows)
@@ -127,7 +128,7 @@ class TrialRunner:
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
-        return row_accuracy(rows[-1])
+        return measured(rows[-1])
 
     def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
         """Decide after an epoch whether to prune the trial, but for its last one."""

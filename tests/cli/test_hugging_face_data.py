@@ -74,7 +74,9 @@ def test_a_parquet_table_reads_as_the_others_do(tmp_path):
         assert read(folder) == (EXPECTED, ["ham", "spam"]), kind
     assert [*read_text_files(folder / "test.parquet")[0].values()] == [{1: "Hello there"}]
     several = datasets.List(datasets.ClassLabel(names=CLASSES))
-    several = with_classes({"text": ["a", "b", "c"], "label": [[0, 1], [], [1]]}, label=several)
+    nested = {"who": [{"name": "x"}] * 3, "text": ["a", "b", "c"], "label": [[0, 1], [], [1]]}
+    who = {"name": datasets.Value("string")}
+    several = with_classes(nested, label=several, who=who)
     write_parquet(folder, several)
     choice = ColumnChoice(separator="|")
     splits, classes = read_text_splits("csv", str(folder), choice=choice)

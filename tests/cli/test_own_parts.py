@@ -2,6 +2,7 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,7 +104,8 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     flags = {"epochs": 1, "bs": 4, "image_size": 8, "arch": "my_parts:build", "out": "photos/run"}
     own = {"optimizer": "my_parts:Lion", "lr": 1e-3, "model_args": {"width": 4}}
     images = [torch.zeros(8, 8, 3, dtype=torch.uint8).numpy()]
-    found = fit(parts / "photos", **flags, **own).probabilities(images)
+    with ThreadPoolExecutor() as pool:  # signals reach the main thread alone
+        found = pool.submit(fit, parts / "photos", **flags, **own).result().probabilities(images)
     assert_same(load("photos/run").probabilities(images), found)
 
     script = TargetScript.read("resnet50_test.py", f"{OWN} {OPTIMIZER}".split())
@@ -114,6 +116,11 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
         shared, OWN.split(), flag="optimizer", values=["sgd", "my_parts:Lion@0.002", "ngd@1"]
     )
     assert [arm.rate for arm in arms] == [resnet50_test.LEARNING_RATES["sgd"], 2e-3, 1.0]
+    words = ["--recipe", "tuned_resnet20"]
+    shared = TargetScript.read("resnet50_test.py", words)
+    arms = compare.read_arms(shared, words, flag="optimizer", values=["ngd", "sgd"])
+    chosen = [arm.script.flags({}) for arm in arms]
+    assert [flags["weight_decay"] is None for flags in chosen] == [False, True], "of NGD alone"
 
 
 def test_texts_and_several_ranks_take_own_parts(parts):

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 -
 class Split:
     labels: list[int]
     notes: tuple[str, ...] = ()
-    groups: list[str] = field(default_factory=list)
+    groups: Callable[[], list[str]] = list
     rows: list[int] = field(default_factory=list)  # which were chosen
 
     def select_rows(self, rows) -> "Split":
@@ -66,7 +67,7 @@ def test_an_image_is_the_same_in_every_epoch_only_where_nothing_changes_it():
 
 def held_out(flags: str, labels: list[int], groups: list[str]) -> list[int]:
     """The rows that are held out of a training set; all others are trained on."""
-    splits = {"train": Split(labels, groups=groups), "test": Split([0, 1])}
+    splits = {"train": Split(labels, groups=lambda: groups), "test": Split([0, 1])}
     chosen = choose_rows(parsed(transformer_test, "--dataset csv", flags), splits, ["a", "b"])
     val, train = (chosen.splits[name].rows for name in ("val", "train"))
     if "--subset" not in flags:
@@ -133,14 +134,15 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
     assert "also chose the best epoch" in console
     assert first != ranks.metrics(out)[1]["val_loss"]
     # of fewer rows than folds, and without the column
-    newer = write(tmp_path / "newer", test__csv="text,label\nmine,a\nyours,b\n")
+    rows = "text,label\nmine,a\nyours,b\n"
+    newer = write(tmp_path / "newer", train__csv=rows, test__csv=rows)
     console = run(transformer_test, f"--checkpoint {out} --evaluate --data_dir {newer}")
     assert console.count("of 1\n") == 2
     images = write_images(tmp_path / "images", ["x/p", "x/q", "y/p", "y/q"], rows=3, size=8)
     shutil.rmtree(images / "test")
     groups = ColumnChoice(group="folder")
     splits, _ = read_image_splits("folder", str(images), enough=["train"], choice=groups)
-    assert splits["train"].groups == ["p"] * 3 + ["q"] * 3 + ["p"] * 3 + ["q"] * 3
+    assert splits["train"].groups() == ["p"] * 3 + ["q"] * 3 + ["p"] * 3 + ["q"] * 3
     base = f"--dataset folder --arch resnet8 --image_size 8 --workers 1 {SHORT} --bs 4"
     flags = f"--group_column folder --data_dir {images} --val_fraction 0.5 --out {tmp_path}/run2"
     assert re.search(r"all 2 classes +6 +6", run(resnet50_test, base, flags))

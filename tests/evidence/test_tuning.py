@@ -28,7 +28,9 @@ import transformer_test
 from cli import options
 from conftest import each_of, for_each
 from distributed.worker import SWEEP
-from figures.verdict import paired_difference
+from figures import verdict
+from figures.run_logs import ReportedRun
+from figures.verdict import Contender, paired_difference
 from training import run_folder
 from tuning import compare, race, results, search, space, sweep, trials
 from tuning.config import SweepConfig
@@ -333,6 +335,18 @@ def test_an_arm_is_ahead_if_its_paired_difference_is_beyond_chance():
         found = paired_difference(first, second, row)
         assert (found.mean, found.error) == pytest.approx(expected[:2], abs=1e-3)
         assert found.verdict == expected[2], (first, second)
+
+
+def test_arms_whose_rows_have_several_labels_are_compared_by_map():
+    arms = []
+    for name, accuracy, precision in (("a", 0.1, 0.9), ("b", 0.3, 0.5)):
+        row = {"test_accuracy": accuracy, "test_map": precision, "train_seconds": 1.0}
+        run = ReportedRun(name, [row], {}, {}, None, {})
+        tried = {rate: {"val_accuracy": rate, "val_map": 1 - rate} for rate in (0.1, 0.3)}
+        arms.append(Contender(name, tried, [run, run]))
+    assert (arms[0].rate, arms[0].measure, arms[0].accuracies) == (0.1, "mAP", [90, 90])
+    assert arms[1].difference(arms[0]).verdict == "behind"
+    assert not any("one test row" in line for line in verdict.limits(arms)), "it is not known"
 
 
 def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsewhere():

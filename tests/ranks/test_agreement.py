@@ -100,7 +100,11 @@ def test_a_resume_with_other_data_is_reported_or_refused(here):
     data = write_images(here / "data", "ab", rows=8, size=8)
     flags = "--dataset folder --arch resnet8 --bs 4 --threads 1 --data_dir data --out run"
     run(resnet50_test, flags, "--epochs 1 --val_fraction 0.25 --no-test")
-    (data / "train" / "a" / "00.png").unlink()
+    first = data / "train" / "a" / "00.png"
+    other = first.rename(first.with_name("other.png"))
+    console = run(resnet50_test, "--checkpoint run --evaluate --data_dir data")
+    assert "the train split has 16 rows with other labels or files" in console
+    other.unlink()
     for words, what in (
         ("--checkpoint run --evaluate", "may have trained on some of the rows that are evaluated"),
         ("--resume run --epochs 2", "has trained on some of the rows now held out"),

@@ -146,6 +146,8 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
     late = digits("--epochs 1 --bs 400 --lr 1e10 --warmup 0", code=3, out="late")
     assert "the loss after epoch 1 is not finite" in late
+    half = digits("--epochs 1 --bs 400 --lr 1e30 --warmup 0 --precision fp16", code=3, out="half")
+    assert "the loss after epoch 1 is not finite" in half, "fp16 may skip steps, and no more"
     assert checkpoint.load(here / "late").progress["epoch"] == 0
     fail_in(range(10**9))
     assert "no step of epoch 1 had finite gradients" in digits("--epochs 1 --bs 400", code=3)
