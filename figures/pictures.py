@@ -177,15 +177,14 @@ def with_minutes(
     The batch of these runs does not change, so that all epochs of a run take the same time.
     Methods that are not in `results`, a file of benchmarks/results, are left out.
     """
-    timed: dict[str, Runs] = {}
-    for name, label in labels.items():
-        if label not in named_runs or name not in results["samples_per_second"]:
-            continue
-        turns = results["samples_per_second"][name]
-        rate = statistics.median(turns["0"] if isinstance(turns, dict) else turns)
-        minutes = results["samples_per_epoch"][name] / rate / 60  # of an epoch
-        timed[label] = [
-            [{**row, "minutes": minutes * row["epoch"]} for row in rows]
+    rates = {row["name"]: statistics.median(row["ours"]) for row in results["rows"]}
+    for name, turns in results.get("samples_per_second", {}).items():  # of a former benchmark
+        rates[name] = statistics.median(turns["0"] if isinstance(turns, dict) else turns)
+    return {
+        label: [
+            [{**row, "minutes": row["samples"] / rates[name] / 60} for row in rows]
             for rows in named_runs[label]
         ]
-    return timed
+        for name, label in labels.items()
+        if label in named_runs and name in rates
+    }
