@@ -261,9 +261,13 @@ def measure(row: Row) -> str:
 
 
 def measured(row: Row) -> float:
-    """Return `measure` as a fraction, on the test set where a run uses it, or on held-out rows."""
+    """Return `measure` as a fraction, on the test set where a run uses it, or on held-out rows.
+
+    It is -1 of a row without it, as of training that diverged.
+    """
     name = measure(row)
-    return row.get(f"test_{name}", row.get(f"val_{name}", -1.0))
+    found = [row[each] for each in (f"test_{name}", f"val_{name}") if each in row]
+    return found[0] if found else -1.0
 
 
 def chosen_by(flags: Mapping[str, Any], rows: Sequence[Row]) -> str:

@@ -71,7 +71,7 @@ def _table(checkpoint: Checkpoint, card: Card) -> list[str]:
     if flags["subset"] < 1:
         rows += f", of train {flags['subset']:g} used"
     if noise := flags.get("label_noise"):
-        rows += f", with --label_noise {noise}"
+        rows += f", labels made wrong: {noise}"
     weights = f", from weights of {Path(flags['weights']).name}" if flags.get("weights") else ""
     is_folder = card.arch.startswith("hf:/")  # of this machine, which is nobody's business
     arch = f"hf:{Path(card.arch).name}" if is_folder else card.arch
