@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,12 +51,13 @@ def main() -> int:
     add("--share", fraction, 0.06, "of the training rows", metavar="F")
     args = parser.parse_args()
     planned = [run for run in read_plan(PLAN, "cpu", LOGS) if run.seed == 0]
-    sides = {
-        run.folder.name.removesuffix("-seed0"): partial(short_run, run, args.share)
-        for group in args.groups
-        for run in planned
-        if run.folder.parent.name == group
-    }
+    sides: dict[str, Callable[[], tuple[float, dict[str, Any]]]] = {}
+    for group in args.groups:
+        runs = [run for run in planned if run.folder.parent.name == group]
+        if not runs:
+            raise InputError(f"{group}: the plan has no such group of runs for a CPU")
+        names = [run.folder.name.removesuffix("-seed0") for run in runs]
+        sides |= {name: partial(short_run, run, args.share) for name, run in zip(names, runs)}
     machine = bench.machine(torch.device("cpu"), ["torch"])
     turns = bench.take_turns(sides, bench.QUICK_ROUNDS if args.quick else ROUNDS)
     rates = {name: [rate for rate, _ in values] for name, values in turns.items()}

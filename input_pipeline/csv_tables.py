@@ -404,7 +404,8 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with broken, open(path, "rb") as opened, parquet.ParquetFile(opened) as file:
         known = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
         features = known.get("info", {}).get("features", {})
-        names = {name: class_names(each) for name, each in features.items() if class_names(each)}
+        numbered = {name: class_names(each) for name, each in features.items()}
+        names = {name: found for name, found in numbered.items() if found}
         batches = (batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
         for number, row in enumerate(chain.from_iterable(batches), 1):
             yield number, row | {name: named(row[name], names[name]) for name in names}

@@ -122,6 +122,8 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
         transformer_test, f"{flags}/several --label_separator | --fold 5/5 --out {out}-of-several"
     )
     assert "rows without a label: 24 of 72 in train, 6 of 18 in val" in console
+    given = transformer_test.parser().given(["--label_separator", " "])
+    assert given == {"label_separator": " "}
     console = run(
         transformer_test, re.sub(r"--bs \d+", "", f"{flags}/texts --fold 2/5 --out {out}")
     )
