@@ -6,7 +6,7 @@ The flags are the script's own: --lr, --betas, --momentum and --weight_decay rea
 takes the place of the AdamW or Muon that they name. dion is github.com/microsoft/dion,
 distributed_shampoo github.com/facebookresearch/optimizers (below Python 3.12 it is installed with
 --ignore-requires-python, and works). config.json names the peer and its version. An interrupted run
-goes on with --resume, but not one of shampoo, whose state torch does not load as plain values.
+goes on with --resume.
 """
 
 import sys

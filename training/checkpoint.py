@@ -13,6 +13,7 @@ import os
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from training.atomic_file import atomic_write
 FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}11"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 STATE = (*MAPPED, "optimizer_kind", "hook", "scaler", "learner", "batching")
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 
@@ -225,6 +227,14 @@ def to_cpu(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: to_cpu(value) for name, value in state.items()}
     return [to_cpu(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def is_plain(state: Any) -> bool:
+    """Whether torch reads it under weights_only: tensors and `PLAIN` in dicts, lists, tuples."""
+    if type(state) in (dict, OrderedDict, list, tuple):
+        parts = [*state, *state.values()] if isinstance(state, dict) else state
+        return all(map(is_plain, parts))
+    return isinstance(state, Tensor) or type(state) in PLAIN
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:

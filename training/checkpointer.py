@@ -17,7 +17,7 @@ from training import checkpoint
 from training.checkpoint import Checkpoint
 from training.progress import Progress
 from training.run_log import RunLog
-from training.train_state import TrainState
+from training.train_state import TrainState, has_moments
 
 
 class Checkpointer:
@@ -70,6 +70,12 @@ class Checkpointer:
             content = {**self.metadata, **state, **(shown or {}), "progress": progress}
 
             def write() -> set[str]:
+                if not has_moments(state):
+                    self.log.info(
+                        f"warning: the state of {state['optimizer_kind']} holds objects that torch "
+                        "does not read back: checkpoints have the weights, but no run goes on from "
+                        "them"
+                    )
                 unsaved, folder = {"last", *(["best"] if is_best else [])}, self.log.folder
                 try:
                     if is_best:

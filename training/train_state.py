@@ -19,7 +19,7 @@ from distributed.averaging import Traffic
 from distributed.world import World
 from errors import InputError
 from training.batch_sampler import DynamicBatchSampler
-from training.checkpoint import load_into, rng_states, set_rng_states, to_cpu
+from training.checkpoint import is_plain, load_into, rng_states, set_rng_states, to_cpu
 from training.meta_learner import MetaLearner
 from training.parallel import Parallel
 from training.step_stats import ComputeTimer, StepSums
@@ -53,6 +53,7 @@ class TrainState:
         """
         parallel, meta_learner = self.parallel, self.meta_learner
         weights, moments = parallel.whole_state()
+        moments = _plain_moments(moments)
         return {
             "model": weights,
             "optimizer": None if parallel.replicas_diverge else moments,
@@ -102,6 +103,11 @@ class TrainState:
                 f"the checkpoint's optimizer is {stored_kind}, not {kind}; "
                 "use the flags of the first run"
             )
+        if not has_moments(state):
+            raise InputError(
+                f"the checkpoint lacks the state of {kind}, which torch does not read back; its "
+                "weights do for another use, but the run cannot go on"
+            )
         ranks, weights, moments = state["ranks"], state["model"], state["optimizer"]
         average, scaler = state["average"], state["scaler"]
         come_together = moments is None and not self.parallel.replicas_diverge
@@ -145,10 +151,28 @@ class TrainState:
                 )
 
 
+def has_moments(state: Mapping[str, Any]) -> bool:
+    """Whether a run can go on from what `TrainState.state_dict` returned."""
+    return (state["optimizer"] or state["ranks"][0]["optimizer"])["state"] is not None
+
+
+def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state_dict without what torch does not read back under weights_only.
+
+    Settings that are objects stay those of the flags; moments among objects are None.
+    """
+    groups = [{k: v for k, v in group.items() if is_plain(v)} for group in state["param_groups"]]
+    moments = state["state"] if is_plain(state["state"]) else None
+    return {**state, "state": moments, "param_groups": groups}
+
+
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load moments, counters and the last rate; all other settings stay those of the flags."""
     names = optimizer.defaults.keys() - {"lr"}
-    settings = [{name: g[name] for name in names if name in g} for g in optimizer.param_groups]
+    settings = [
+        {name: value for name, value in group.items() if name in names or not is_plain(value)}
+        for group in optimizer.param_groups
+    ]
     load_into(optimizer, state, "optimizer")
     for group, own in zip(optimizer.param_groups, settings):
         group.update(own)

@@ -39,7 +39,8 @@ class Mixed(Bag):
             pooled = torch.lerp(pooled[partner], pooled, weight[:, None])
         return self.head(pooled)
 """
-WRONG = """import torch
+WRONG = """from collections import deque
+import torch
 
 number = 3
 def build(classes, width=2):
@@ -57,6 +58,17 @@ def many(groups, lr):
 class Closure(torch.optim.SGD):
     def step(self, closure):
         pass
+class ObjectsInSettings(torch.optim.SGD):
+    def __init__(self, groups, lr):
+        super().__init__([{**group, "own": object} for group in groups], lr, momentum=0.9)
+    def step(self):
+        assert all(group["own"] is object for group in self.param_groups)
+        super().step()
+class ObjectsInState(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["last"] = deque([1.0])
 """
 OWN = f"--dataset digits --subset 0.1 {SHORT} --arch my_parts:build --model_args width=8"
 OPTIMIZER = "--optimizer my_parts:Lion --lr 3e-3 --opt_args betas=0.9,0.95"
@@ -123,6 +135,19 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     assert [flags["weight_decay"] is None for flags in chosen] == [False, True], "of NGD alone"
 
 
+def test_what_torch_does_not_read_back_is_left_out_of_a_checkpoint(parts):
+    words = f"{OWN} --lr 0.1 --epochs 2 --keep 9"
+    run(resnet50_test, words, "--optimizer wrong:ObjectsInSettings --out whole")
+    run(resnet50_test, "--resume whole/last-1.pt --out resumed")
+    ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
+    for name, more in (("one", ""), ("local", "--sync local --local_steps 2")):
+        console = run(resnet50_test, words, "--optimizer wrong:ObjectsInState --out", name, more)
+        assert "warning: the state of ObjectsInState holds objects" in console
+        console = run(resnet50_test, f"--resume {name}/last-1.pt --out again", code=2)
+        assert "lacks the state of ObjectsInState" in console
+        assert "all  " in run(resnet50_test, f"--checkpoint {name} --evaluate")
+
+
 def test_texts_and_several_ranks_take_own_parts(parts):
     words = f"--dataset headlines --subset 0.2 {SHORT} --model_args width=4"
     run(transformer_test, words, "--arch texts:Bag --out bag")
@@ -148,7 +173,7 @@ def test_what_is_wrong_with_a_part_is_said_in_a_line(parts, refused):
         ("images", "--arch wrong:number", "has no function or class 'number'"),
         ("images", "--arch my_parts:build --model_args widht=3", "keyword argument 'widht'"),
         ("images", "--arch resnet20 --model_args width=3", "--arch resnet20 has no such setting"),
-        ("images", "--arch wrong:build --model_args width=3", "wrong.py, line 6"),
+        ("images", "--arch wrong:build --model_args width=3", "wrong.py, line 7"),
         ("images", "--arch wrong:build --model_args width=0", "NoneType"),
         ("images", "--arch wrong:build", "returned (2, 64) for two inputs; logits are (2, 10)"),
         ("images", "--arch wrong:Narrow", "failed to take an input of (2, 1, 8, 8)"),
