@@ -34,6 +34,9 @@ from training.checkpoint import Checkpoint
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
+# What --predict and --export take of the flags that belong to the result; arch has to fit.
+OF_PREDICTION = ("arch", "model_args", "device", "deterministic", "batch_size", "text_column",
+                 "label_column")  # fmt: skip
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LORA_RATE = 10  # times that of whole layers (Schulman et al., "LoRA Without Regret", 2025)
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -105,6 +108,11 @@ def parse(
             found.flags["lr"] *= found.progress["lr_factor"]
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
         found.changed = changed_flags(found.flags, flags, parser)
+        if settings.predict or settings.export:
+            use = "predict" if settings.predict else "export"
+            ignored = {parser.flags[name].name for name in given if name not in OF_PREDICTION}
+            for name in sorted(ignored & found.changed.keys()):
+                print_once(f"warning: {name} has no effect with --{use}: the model stays as it was")
     if not uses_trained_model(flags):
         with refused_as(f"--out {settings.out}"):
             run_folder.check_overwritten(settings.out, found)

@@ -199,7 +199,9 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
 
     pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
     Image.fromarray(pixels).save("zero.png")
-    assert resumed("--predict zero.png")[-1].startswith("zero.png: 0 ")
+    warned, *_, line = resumed("--predict zero.png --image_size 16 --bs 3 --arch resnet20")
+    assert warned == "warning: --image_size has no effect with --predict: the model stays as it was"
+    assert line.startswith("zero.png: 0 ")
     metadata = exported_metadata(resnet50_test)
     content = torch.load(folder / "run" / "last.pt", weights_only=True)
     for name in ("classes", "channels", "size", "mean", "std"):
