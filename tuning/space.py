@@ -56,12 +56,16 @@ def read_space(path: Path, script: TargetScript) -> Space:
             name = script.own_name(str(spelling))
             if name in space:
                 raise InputError(f"{name} is there twice; leave one out")
-            space[name] = entry = read_entry(entry, partial(script.usual, name))
-            ends = [entry[end] for end in ("low", "high") if end in entry]
-            for value in [*ends, *entry.get("choices", [])]:
-                script.flags({name: value})
+            space[name] = read_entry(entry, partial(script.usual, name))
         except InputError as error:
             raise InputError(f"{source}, {spelling}: {error}") from None
+    for name, entry in space.items():
+        ends = [entry[end] for end in ("low", "high") if end in entry]
+        try:
+            for value in [*ends, *entry.get("choices", [])]:
+                script.check_value(name, value, searched=space)
+        except InputError as error:
+            raise InputError(f"{source}, {name}: {error}") from None
     return space
 
 

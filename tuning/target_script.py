@@ -110,6 +110,12 @@ class TargetScript:
         defaults = self.parser.defaults()
         return defaults | options.defaults_of_weights(defaults | given, self.parser) | given
 
+    def check_value(self, name: str, value: Any, searched: Collection[str]) -> None:
+        """Raise InputError where the script refuses a value of a searched flag in every trial."""
+        flags, flag = self.flags({name: value}), self.parser.find(name.partition(".")[0])
+        if flag is None or flag.owner not in searched:
+            self.parser.complete(flags)
+
     def has_effect(self, name: str) -> bool:
         flag = self.parser.find(name)
         return flag is not None and flag.has_effect(self.flags({}))

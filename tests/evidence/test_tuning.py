@@ -81,9 +81,12 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "max_grad_norm: {type: float, low: 0, high: 1, step: 0.5}\n"
         "bs: {type: int, low: 16, high: 64, step: 16}\n"
         "nesterov: {type: categorical, choices: [false]}\n"
+        "optimizer: {type: categorical, choices: [sgd, kaldi_ngd]}\n"
+        "opt_args.alpha: {type: categorical, choices: [1.0]}\n"  # of one of them
     )
+    ours = ["optimizer", "opt_args.alpha"]
     values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
-    assert list(values) == ["lr", "clip", "bs", "nesterov"]
+    assert list(values) == ["lr", "clip", "bs", "nesterov", *ours]
     assert 1e-3 <= values["lr"] <= 0.5
     assert values["clip"] in (0, 0.5, 1)
     assert values["bs"] in (16, 32, 48, 64)
@@ -102,6 +105,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
+        (categorical("opt_args.rnak", 8), "", "did you mean rank?"),
         (categorical("out", "x"), "", "the search sets this flag"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--sampler grid", "lr has a range"),
