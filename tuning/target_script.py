@@ -130,6 +130,7 @@ class TargetScript:
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
+        self.own_splits()
         options.parse(self.parser, self.file.removesuffix(".py"), arguments)
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,12 +142,18 @@ class TargetScript:
         return shared | dict(params)
 
     def own_splits(self) -> Collection[str]:
-        """Return which of train, val and test own data has; all of them for other data."""
+        """Return which of train, val and test own data has; all of them for other data.
+
+        Raises:
+            InputError: its folder is missing.
+        """
         flags = self.flags({})
         if flags["dataset"] not in own_data.DATASETS:
             return own_data.SPLIT_NAMES
+        if not (folder := Path(flags["data_dir"])).exists():
+            raise InputError(f"--data_dir {folder}: there is no such folder")
         folders = () if flags["dataset"] == "csv" else ("",)
-        return own_data.find_splits(Path(flags["data_dir"]), (*folders, *csv_tables.SUFFIXES))
+        return own_data.find_splits(folder, (*folders, *csv_tables.SUFFIXES))
 
     def settings(self) -> dict[str, Any]:
         """Return the shared flags that trials need in common to be compared, and own data."""

@@ -111,6 +111,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (None, "--sampler grid", "lr has a range"),
         (None, "--epochs 3 --warmup 5", "warmup=5"),  # which every trial would refuse
         (None, "--stop-at 0.9", "leave it out"),
+        (None, "--dataset folder --data_dir no", "there is no such folder"),
     ]
 
     def check(text: str | None, words: str, message: str) -> None:
