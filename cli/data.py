@@ -36,55 +36,34 @@ REDRAWING = ("--seed", "--subset", "--val_fraction", "the data")  # what chooses
 
 @dataclass(frozen=True)
 class Run:
-    """What a run computes with.
-
-    Attributes:
-        checkpoint: what `options.parse` returned: the run goes on from it, or uses its model; None
-            for a new run.
-    """
+    """What a run computes with."""
 
     script: str
     world: World
     precision: Precision
-    checkpoint: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None  # from which it goes on, or whose model it uses
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run.
-
-    Attributes:
-        train: the training set.
-        eval_sets: 'test', or 'val' (own data, --val_fraction or --fold), or both.
-        metadata: plain values that a checkpoint keeps for inference: class names and what
-            preprocessing needs.
-        labels: (rows,) class numbers of the training set; or (rows, classes) of 0 and 1.
-        held_out: the rows of `policy_rows`, from which a mixing policy learns.
-        model_mixes: the model mixes hidden representations itself; see `MixedCrossEntropy`.
-        shown: what a report shows of a row of an evaluation set, by the name of the set.
-    """
+    """The data of a run."""
 
     train: BatchedDataset
-    eval_sets: Mapping[str, BatchedDataset]
-    metadata: dict[str, Any]
-    labels: Tensor
-    held_out: BatchedDataset | None = None
-    model_mixes: bool = False
+    eval_sets: Mapping[str, BatchedDataset]  # 'test', or 'val' (own or held-out rows), or both
+    metadata: dict[str, Any]  # plain values for checkpoints: class names, what preprocessing needs
+    labels: Tensor  # (rows,) class numbers of the training set; or (rows, classes) of 0 and 1
+    held_out: BatchedDataset | None = None  # from which a mixing policy learns: `policy_rows`
+    model_mixes: bool = False  # it mixes hidden representations itself; see `MixedCrossEntropy`
+    # What a report shows of a row of an evaluation set, by the name of the set.
     shown: Mapping[str, Callable[[int], dict[str, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The rows of each split that a run uses, and what there is to say of them.
+    """The rows of each split that a run uses, and what there is to say of them."""
 
-    Attributes:
-        splits: by name; 'val' among them with --val_fraction or --fold, and 'held_out' with
-            --mixup meta.
-        lines: of what was read, held out or changed.
-    """
-
-    splits: dict[str, Any]
-    lines: list[str] = field(default_factory=list)
+    splits: dict[str, Any]  # with 'val' by --val_fraction or --fold, 'held_out' by --mixup meta
+    lines: list[str] = field(default_factory=list)  # of what was read, held out or changed
 
 
 def reading(settings: Settings, run: Run) -> dict[str, Any]:

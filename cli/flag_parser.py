@@ -25,7 +25,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -38,6 +37,7 @@ MAX_FLOAT = 1e38  # about what fp32 holds
 SIMILAR_FLAGS = 0.8  # share of letters that a misspelt flag has; less would guess at other words
 
 
+switch = bool  # stands for the type of a flag without a value, which --no-NAME turns off
 path_text = os.path.expanduser  # an argparse type: ~ and ~NAME stand for home folders
 
 
@@ -72,23 +72,16 @@ positive, not_negative = number(float, 0, open_low=True), number(float, 0)
 fraction, below_one = number(float, 0, 1, open_low=True), number(float, 0, 0.999)
 
 
+@dataclass(eq=False)  # argparse looks types up by their hash
 class Choice:
     """An argparse type: one of some names.
 
     A part that is not installed here can be chosen as well, and says itself what is missing.
-
-    Args:
-        former: present name by former one, which can be given as well.
-        also: whether another name can be chosen.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        former: Mapping[str, str] | None = None,
-        also: Callable[[str], bool] = lambda text: False,
-    ) -> None:
-        self.names, self.former, self.also = list(names), former or {}, also
+    names: Collection[str]
+    former: Mapping[str, str] = field(default_factory=dict)  # present name by one that still works
+    also: Callable[[str], bool] = lambda text: False  # whether another name can be chosen
 
     def __call__(self, text: str) -> str:
         if not (text in self.names or text in self.former or self.also(text)):
@@ -157,11 +150,6 @@ def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def switch(text: str) -> bool:
-    """Stands for the type of a flag without a value, which --no-NAME turns off."""
-    raise NotImplementedError
-
-
 def format_default(default: Any) -> str:
     """Return a default as one would type it: numbers without needless digits, lists with spaces."""
     if isinstance(default, bool):
@@ -175,24 +163,15 @@ def format_default(default: Any) -> str:
 
 
 class Scope(enum.Enum):
-    """What a flag belongs to.
+    """What a flag belongs to."""
 
-    Attributes:
-        RESULT: what the run computes. Restored by --resume, which names a change; the same on all
-            processes.
-        HOW: how it is run, such as how often it saves: as RESULT, but a change is not named.
-        PLACE: where the data is. Restored, and may differ between nodes.
-        NODE: what a node has, such as cores: as HOW, and may differ between nodes.
-        OUTPUT: where this start of the script writes. Not restored.
-        START: what this start of the script does. Not restored, and no part of a recipe.
-    """
-
+    # What the run computes. Restored by --resume, which names a change; the same on all processes.
     RESULT = enum.auto()
-    HOW = enum.auto()
-    PLACE = enum.auto()
-    NODE = enum.auto()
-    OUTPUT = enum.auto()
-    START = enum.auto()
+    HOW = enum.auto()  # how it is run, as how often it saves: as RESULT, but a change is not named
+    PLACE = enum.auto()  # where the data is. Restored, and may differ between nodes
+    NODE = enum.auto()  # what a node has, such as cores: as HOW, and may differ between nodes
+    OUTPUT = enum.auto()  # where this start of the script writes. Not restored
+    START = enum.auto()  # what this start of the script does. Not restored, no part of a recipe
 
 
 class Not(tuple):  # type: ignore[type-arg]
@@ -232,37 +211,22 @@ def conditions_in_words(values: Values) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """What is known of a flag.
+    """What is known of a flag."""
 
-    Attributes:
-        names: its spellings with dashes, the first is its own.
-        type: converts its text; `switch` for a flag without a value.
-        default: its value where it is not given; None where that depends on other flags.
-        help: what it is, without its default, in a noun phrase.
-        group: title of the group that lists it.
-        dest: its attribute of the parsed arguments.
-        common: whether the short --help shows it.
-        metavar: stands for its value.
-        nargs: as of argparse.
-        scope: what it belongs to.
-        only_with: it has an effect where all values of one of these hold.
-        owner: the flag that chooses the part to which NAME=VALUE settings belong; '' if none.
-        parts: the settings of each part with their defaults, by the value of that flag.
-    """
-
-    names: Sequence[str]
-    type: Callable[[str], Any]
-    default: Any
-    help: str
+    names: Sequence[str]  # its spellings with dashes, the first is its own
+    type: Callable[[str], Any]  # converts its text; `switch` for a flag without a value
+    default: Any  # its value where it is not given; None where that depends on other flags
+    help: str  # what it is, without its default, in a noun phrase
     _: KW_ONLY
-    group: str
-    dest: str
-    common: bool = False
-    metavar: str = ""
-    nargs: str | int | None = None
+    group: str = ""  # title of the group that lists it
+    dest: str = ""  # its attribute of the parsed arguments
+    common: bool = False  # whether the short --help shows it
+    metavar: str = ""  # stands for its value
+    nargs: str | int | None = None  # as of argparse
     scope: Scope = Scope.RESULT
-    only_with: Sequence[Values] = ()
-    owner: str = ""
+    only_with: Sequence[Values] = ()  # it has an effect where all values of one of these hold
+    owner: str = ""  # the flag that chooses the part which has NAME=VALUE settings; '' if none
+    # The settings of each part with their defaults, by the value of that flag.
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -331,16 +295,18 @@ class FlagParser(argparse.ArgumentParser):
         self.foreign = foreign or {}
         self.suggested: list[str] = []  # further flags that the same command line may have
 
-    def group(self, title: str) -> Callable[..., Any]:
-        """Return what declares flags of a new group: `declare`."""
-        return partial(self.declare, self.add_argument_group(title))
+    def group(self, title: str) -> Callable[..., None]:
+        """Return what declares a flag of a new group, by its name, type, default and help."""
+        group = self.add_argument_group(title)
 
-    def declare(self, group: Any, names: str, *declaration: Any, **more: Any) -> None:
-        """Declare a flag by its type, default and help, and what argparse takes besides."""
-        flag = Flag([names], *declaration, group="", dest="")
-        more |= {"action": "store_true"} if flag.type is switch else {"type": flag.type}
-        text = flag.text().replace("%", "%%")
-        group.add_argument(names, default=flag.default, help=text, **more)
+        def declare(name: str, *declaration: Any, **more: Any) -> None:
+            flag = Flag([name], *declaration)
+            more |= {"action": "store_true"} if flag.type is switch else {"type": flag.type}
+            group.add_argument(
+                name, default=flag.default, help=flag.text().replace("%", "%%"), **more
+            )
+
+        return declare
 
     def translate(self, arguments: Iterable[str]) -> list[str]:
         """Replace hyphens and foreign names of flags, and leave values as they are.

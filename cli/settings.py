@@ -132,31 +132,16 @@ BATCH_ARGS = {
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What both scripts can be told, in groups; each has a subclass with flags of its own.
+    """What both scripts can be told, in groups; each has a subclass with flags of its own."""
 
-    Attributes:
-        datasets: values of --dataset, the default first.
-        mixing: values of --mixup.
-        defaults: those in which the scripts differ, by field.
-        pretrained: defaults of a run that begins with pretrained weights.
-        fewest_steps: of an epoch, where --bs is not given.
-        frozen: the same with --freeze.
-        pretrained_lr: those of --lr, by optimizer; others have a tenth of the usual rate.
-        model_flags: the fields that weights must share with the model that takes them.
-        holds_out: whether rows of the training set are the validation set, if it has no other.
-        views: how many views of a test sample outputs are averaged over.
-        repeats_samples: whether a training sample is the same in every epoch.
-        several_sizes: whether the shape of a sample changes during the run.
-    """
-
-    datasets: ClassVar[Sequence[str]]
-    mixing: ClassVar[Sequence[str]]
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    pretrained: ClassVar[Mapping[str, Any]]
-    frozen: ClassVar[Mapping[str, Any]]
-    pretrained_lr: ClassVar[Mapping[str, float]]
-    model_flags: ClassVar[Sequence[str]]
-    fewest_steps: ClassVar[int]
+    datasets: ClassVar[Sequence[str]]  # values of --dataset, the default first
+    mixing: ClassVar[Sequence[str]]  # values of --mixup
+    defaults: ClassVar[Mapping[str, Any]] = {}  # those in which the scripts differ, by field
+    pretrained: ClassVar[Mapping[str, Any]]  # of a run that begins with pretrained weights
+    frozen: ClassVar[Mapping[str, Any]]  # defaults with --freeze
+    pretrained_lr: ClassVar[Mapping[str, float]]  # by optimizer; others: a tenth of the usual rate
+    model_flags: ClassVar[Sequence[str]]  # fields that weights must share with their new model
+    fewest_steps: ClassVar[int]  # of an epoch, where --bs is not given
 
     dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
         "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True,
@@ -363,19 +348,19 @@ class Settings:
     # fmt: on
 
     @property
-    def holds_out(self) -> bool:
+    def holds_out(self) -> bool:  # rows of the training set, for a validation set if there is none
         return bool(self.val_fraction or self.fold)
 
     @property
-    def views(self) -> int:
+    def views(self) -> int:  # of a test sample, over which outputs are averaged
         return 1
 
     @property
-    def repeats_samples(self) -> bool:
+    def repeats_samples(self) -> bool:  # alike in every epoch of training
         return True
 
     @property
-    def several_sizes(self) -> bool:
+    def several_sizes(self) -> bool:  # of a sample, during the run
         return False
 
 
