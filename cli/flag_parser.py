@@ -30,6 +30,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from errors import InputError, did_you_mean
 from models.own_parts import is_own
+from training.run_segments import flag_value
 
 # -------------------------------------------------------------------- values
 
@@ -58,9 +59,9 @@ def number(
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
         if not low <= value <= high or (open_low and value == low):
-            limits = f"{'above' if open_low else 'at least'} {format_default(low)}"
+            limits = f"{'above' if open_low else 'at least'} {flag_value(low)}"
             if high < MAX_FLOAT or value > high:
-                limits += f" and at most {format_default(high)}"
+                limits += f" and at most {flag_value(high)}"
             raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
         return value
 
@@ -150,15 +151,6 @@ def flat(flags: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def format_default(default: Any) -> str:
-    """Return a default as one would type it: numbers without needless digits, lists with spaces."""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if isinstance(default, list | tuple):
-        return " ".join(map(format_default, default))
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
 # -------------------------------------------------------------------- what a flag belongs to
 
 
@@ -240,7 +232,7 @@ class Flag:
         if isinstance(self.type, Choice):
             text += f": {', '.join(self.type.names)}"
         if "(default" not in text and self.default not in (None, "", [], {}):
-            text += f" (default {format_default(self.default)})"
+            text += f" (default {flag_value(self.default)})"
         return text
 
     def has_effect(self, flags: Mapping[str, Any]) -> bool:

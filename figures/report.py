@@ -22,7 +22,7 @@ import torch
 
 import resnet50_test
 import transformer_test
-from cli.flag_parser import FlagParser, Scope, file_path, flat, format_default
+from cli.flag_parser import FlagParser, Scope, file_path, flat
 from errors import InputError, exit_code, writing
 from figures.report_charts import Line, draw_chart
 from figures.run_logs import Confusion, ReportedRun, Row, chosen_by, read_run
@@ -39,7 +39,7 @@ from training.epoch_report import (
     training_seconds,
 )
 from training.progress import device_hours, duration, whole_epochs
-from training.run_segments import describe_all
+from training.run_segments import describe_all, flag_value
 from training.scores import describe_scores
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
@@ -240,7 +240,7 @@ def table_of_flags(runs: Sequence[ReportedRun]) -> Table:
     columns = list(map(compared_flags, runs))
     rows = []
     for name in dict.fromkeys(name for flags in columns for name in flags):
-        shown = [show_flag(flags[name]) if name in flags else MISSING for flags in columns]
+        shown = [flag_value(flags[name]) if name in flags else MISSING for flags in columns]
         if len(runs) == 1 or len({*shown} - {MISSING}) > 1:
             rows.append([f"--{name}", *shown])
     return [["flag", *(run.name for run in runs)], *rows]
@@ -254,11 +254,6 @@ def compared_flags(run: ReportedRun) -> dict[str, Any]:
     scripts = (resnet50_test, transformer_test)
     names = {name for script in scripts for name in script.parser().of_scope(*scopes)}
     return flat({name: value for name, value in run.flags.items() if name in names})
-
-
-def show_flag(value: Any) -> str:
-    """Write the value of a flag as one would type it."""
-    return "not given" if value is None else format_default(value) or "none"
 
 
 # -------------------------------------------------------------------- classes

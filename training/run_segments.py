@@ -66,11 +66,13 @@ def describe_all(segments: Sequence[Segment]) -> str:
 
 
 def flag_value(value: Any) -> str:
-    """The value of a flag as a user would say it."""
+    """The value of a flag as one would type it: numbers without needless digits."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, dict):
-        value = [f"{name}={setting}" for name, setting in value.items()] or "none"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        value = [f"{name}={setting}" for name, setting in value.items()]
+    if isinstance(value, list | tuple):
+        value = " ".join(map(flag_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"

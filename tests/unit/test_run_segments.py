@@ -31,7 +31,7 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
     flags = "--epochs 2 --label_noise 0.5 --no-nesterov --out b"
     console = run(resnet50_test, "--resume a", flags)
-    changes = "--label_noise 0.5 (was 0.0), --epoch 2 (was 1), --nesterov off (was on)"
+    changes = "--label_noise 0.5 (was 0), --epoch 2 (was 1), --nesterov off (was on)"
     changes += ", --warmup 0.2 (was 0.1), commit bbb (was aaa)"  # whose default follows --epochs
     assert line_of(console) == changes
     assert "as of cosine over 2 epochs" in console
