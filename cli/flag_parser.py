@@ -4,8 +4,7 @@
     class Settings:
         alpha: float = flag(positive, 0.99, "strength of mixing", group="mixing of samples")
 
-    parser = ScriptParser("...", {}, Settings, learning_rates={})
-    parser.declare_fields({})
+    parser = ScriptParser("...", Settings, foreign={}, learning_rates={}, changes={})
     parser.given(["--alpha", "0.2"])     # {"alpha": 0.2}
 
 A declaration also says to what a flag belongs (`Scope`) and with which others it means something
@@ -387,7 +386,9 @@ class ScriptParser(FlagParser, Generic[T]):
 
     Args:
         kind: the settings class that the flags become.
+        foreign: as of `FlagParser`.
         learning_rates: defaults of --lr, by optimizer.
+        changes: what differs from a field's declaration, by field.
 
     Attributes:
         flags: what is known of each flag, by its attribute, in the order of the declarations.
@@ -396,9 +397,11 @@ class ScriptParser(FlagParser, Generic[T]):
     def __init__(
         self,
         description: str | None,
-        foreign: Mapping[str, str],
         kind: type[T],
+        *,
+        foreign: Mapping[str, str],
         learning_rates: Mapping[str, float],
+        changes: Mapping[str, Mapping[str, Any]],
     ) -> None:
         super().__init__(description, foreign=foreign, add_help=False)
         self.add_argument(
@@ -412,18 +415,12 @@ class ScriptParser(FlagParser, Generic[T]):
         )
         self.kind, self.learning_rates = kind, learning_rates
         self.flags: dict[str, Flag] = {}
-
-    def declare_fields(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Declare the fields of `kind` in groups: the first, those of its own, those of its base.
-
-        Args:
-            changes: what differs from a field's declaration, by field.
-        """
+        # In groups: the first, those of the class's own, those of its base.
         groups, title = dict[str, list[Any]](), ""
-        for each in fields(self.kind):  # type: ignore[arg-type]
+        for each in fields(kind):  # type: ignore[arg-type]
             title = each.metadata.get("group", title)
             groups.setdefault(title, []).append(each)
-        own = [title for title in groups if groups[title][0].name in self.kind.__annotations__]
+        own = [title for title in groups if groups[title][0].name in kind.__annotations__]
         for title in dict.fromkeys([next(iter(groups)), *own, *groups]):
             listed = self.add_argument_group(title)
             for each in groups[title]:
@@ -462,7 +459,7 @@ class ScriptParser(FlagParser, Generic[T]):
 
     def words(self, name: str, value: Any) -> str:
         """Return a flag, by attribute, with a value, as one would type it."""
-        flag = self.flags[name].names[0]
+        flag = self.flags[name].name
         return flag if value is True else f"{flag} {value}"
 
     def given(self, arguments: Sequence[str] | None) -> dict[str, Any]:

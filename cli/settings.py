@@ -383,6 +383,6 @@ def script_parser(
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
         **{name: {"default": value} for name, value in kind.defaults.items()},
     }
-    parser = ScriptParser(description, FOREIGN, kind, learning_rates)
-    parser.declare_fields(changes)
-    return parser
+    return ScriptParser(
+        description, kind, foreign=FOREIGN, learning_rates=learning_rates, changes=changes
+    )
