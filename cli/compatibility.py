@@ -9,6 +9,7 @@ from typing import Any
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import OFF, ON, Not, Values, conditions_in_words, holds
 from cli.optimizers import OPTIMIZERS
+from cli.settings import BY_SLAMB, MEETING
 from errors import InputError
 from input_pipeline import own_data
 
@@ -19,25 +20,23 @@ SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_OF_SHARDS = {"optimizer": Not(("sgd", "adamw", "ngd"))}
 IN_FLOAT64 = {"optimizer": [name for name in OPTIMIZERS if name not in ("sgd", "adamw")]}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
-OWN_EXCHANGE = {"optimizer": ("slamb",)}
-MEETING = {"sync": Not(("sync",))}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
 COMPRESSED = {"grad_compress": ON}
 NOISE = ({"noise_scale": ON}, {"dynamic_batch": ("noise",)})
-EXCHANGES = (OWN_EXCHANGE, MEETING)
+EXCHANGES = (BY_SLAMB, MEETING)
 
 # flags, what each of them is not supported with, and a sentence that says why and what to do
 CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     # ---- communication
-    ([OWN_EXCHANGE], [MEETING], "the optimizer communicates by itself; leave it out"),
-    ([OWN_EXCHANGE], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio"),
+    ([BY_SLAMB], [MEETING], "the optimizer communicates by itself; leave it out"),
+    ([BY_SLAMB], [COMPRESSED], "the optimizer communicates by itself; use --compress_ratio"),
     ([MEETING], [COMPRESSED], "it sends weights, not gradients; leave --grad_compress out"),
     ([MEETING], [SCALED],
      "each process would skip steps of its own; use --precision bf16 or fp32"),
     ([CORRECTED], [SCALED],
      "what a step leaves to the next does not fit a loss scale that changes; use --precision bf16 "
      "or fp32"),
-    ([{"wire_dtype": ("sign",)}], [OWN_EXCHANGE],
+    ([{"wire_dtype": ("sign",)}], [BY_SLAMB],
      "its momentum needs 4 bits at least; use --wire_dtype int4"),
     ([{"ema": ON}], EXCHANGES,
      "weights differ between the processes; leave one of them out"),

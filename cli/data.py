@@ -267,11 +267,8 @@ def report_baseline(
     Args:
         measure: fits the model to a training split, and evaluates it on another.
     """
-    if (
-        run.checkpoint
-        and not redrawn_by(run)
-        and (known := run.checkpoint.metadata.get("baseline"))
-    ):
+    known = run.checkpoint.metadata.get("baseline") if run.checkpoint else None
+    if known and not redrawn_by(run):
         return known
     is_wanted = settings.baseline
     if is_wanted is None:

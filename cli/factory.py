@@ -41,7 +41,8 @@ from input_pipeline.fingerprint import is_same
 from input_pipeline.label_noise import class_number
 from input_pipeline.own_data import list_names
 from mixup import MetaMixup
-from models import activation_checkpointing, fusion, own_parts
+from models import fusion, own_parts
+from models.activation_checkpointing import checkpoint_activations
 from models.averaged_views import AveragedViews
 from models.residual import residual_blocks
 from training import classifier, evaluation, predictions, run_log
@@ -113,10 +114,8 @@ def create_run(
     onnx_runtime.silence_onnxruntime_notice()
     device.keep_freed_memory()
     device.set_num_threads(settings.threads, world.core_sharers)
-    ort_auto = (
-        settings.precision == "auto" and settings.backend == "ort"
-    )  # ORTModule computes in fp32
-    in_fp32 = ort_auto or settings.predict or settings.export
+    is_auto_ort = settings.precision == "auto" and settings.backend == "ort"  # which has fp32 alone
+    in_fp32 = is_auto_ort or settings.predict or settings.export
     with refused_as(f"--precision {settings.precision}"):
         precision = choose_precision("fp32" if in_fp32 else settings.precision, world.device)
     what_auto_is = {"--precision auto": precision.name}  # as on GPUs of different kinds
@@ -188,9 +187,7 @@ def prepare_model(
         raise InputError(f"--fuse {reason}; leave it out")
     if settings.fuse and not fusion.fuse(model):
         raise InputError("--fuse: this network cannot be recomputed; leave it out")
-    if settings.checkpoint_activations and not activation_checkpointing.checkpoint_activations(
-        model
-    ):
+    if settings.checkpoint_activations and not checkpoint_activations(model):
         raise InputError("--checkpoint_activations: no blocks to recompute; leave it out")
     if settings.parallel != "ddp" and run.world.size > 1:
         with refused_as(f"--parallel {settings.parallel}", (InputError,)):
@@ -308,9 +305,7 @@ def create_loss(
     meta = meta_mixup(len(data.train), alpha=settings.alpha, device=run.world.device)
     learner = MetaLearner(meta, data.held_out, until=until)
     loss_fn = mixed(
-        lambda labels, **size: meta.mix(labels),
-        observe=meta.observe,
-        mixes=learner.mixes,
+        lambda labels, **size: meta.mix(labels), observe=meta.observe, mixes=learner.mixes
     )
     return Loss(loss_fn, learner)
 
@@ -405,9 +400,9 @@ def create_trainer(
     environment = {**machine, "processes": world.size}
     del environment["command"]  # it changes also where nothing else has
     segments = next_segments(run.checkpoint, environment)
+    said = {"script": run.script, "flags": {**vars(settings)}}
     config = {
-        "script": run.script,
-        "flags": {**vars(settings)},
+        **said,
         **machine,
         "launchers": sorted({*world.gather(launcher_id())} - {""}),  # a restarted job knows its run
         **({"segments": segments} if len(segments) > 1 else {}),
@@ -443,12 +438,7 @@ def create_trainer(
         world=world,
         log=log,
         config=create_trainer_config(settings, run, batches),
-        metadata={
-            "script": run.script,
-            "flags": {**vars(settings)},
-            "segments": segments,
-            **data.metadata,
-        },
+        metadata={**said, "segments": segments, **data.metadata},
         comm_hook=comm_hook,
         meta_learner=loss.meta_learner,
         early_stop=EarlyStop(

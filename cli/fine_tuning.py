@@ -38,7 +38,7 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
         InputError: there is no such file, it holds no weights, or --freeze is given without; or
             there is no --data_dir, which is said before anything is downloaded.
     """
-    is_own, folder = settings.dataset in own_data.DATASETS, Path(settings.data_dir).expanduser()
+    is_own, folder = settings.dataset in own_data.DATASETS, Path(settings.data_dir)
     with raise_together(run.world):
         if is_own and not folder.exists():
             raise InputError(f"--data_dir {settings.data_dir}: there is no such folder")
@@ -46,11 +46,10 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
     if settings.weights is None and is_hf(arch) and is_of_texts:
         with refused_as(f"--arch {arch}"), local_main_first(run.world), refused(arch):
             return read_encoder(arch)
-    for flag, is_given in (("--freeze", settings.freeze), ("--lora", settings.lora)):
-        if settings.weights is None and is_given:
-            needed = "needs --weights or --arch hf:NAME: else all layers but the last stay random"
-            raise InputError(f"{flag} {needed}")
     if settings.weights is None:
+        if settings.freeze or settings.lora:
+            needed = "needs --weights or --arch hf:NAME: else all layers but the last stay random"
+            raise InputError(f"{'--freeze' if settings.freeze else '--lora'} {needed}")
         return None
     with refused_as(f"--weights {settings.weights}"), local_main_first(run.world):
         if settings.weights != "DEFAULT":

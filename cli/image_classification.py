@@ -139,18 +139,16 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
     decoder = FileDecoder(workers, seconds=run.world.limits.start, splits=chosen.values())
     with run.world.waiting_at_most(READ_SECONDS):
         for name, split in chosen.items():
-            keep = is_resident(settings, run, split) and not (
-                name == "train" and augmentation.resized
-            )
+            is_read_anew = name == "train" and augmentation.resized
+            keep = is_resident(settings, run, split) and not is_read_anew
             chosen[name] = image_batches.decode_on_node(split, decoder, run.world, keep=keep)
         measure = partial(image_batches.channel_statistics, chosen["train"], decoder)
         mean, std = (given["mean"], given["std"]) if given else on_main(run.world, measure)
+    baseline = report_baseline(settings, run, chosen, partial(image_baseline, decoder=decoder))
     metadata = {
         "classes": classes,
         "data": fingerprint,
-        "baseline": report_baseline(
-            settings, run, chosen, partial(image_baseline, decoder=decoder)
-        ),
+        "baseline": baseline,
         "mean": of_channels(mean, train.channels),
         "std": of_channels(std, train.channels),
         "channels": train.channels,

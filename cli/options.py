@@ -55,7 +55,7 @@ def parse(
     Raises:
         InputError: a flag, the recipe or the checkpoint is wrong.
     """
-    given = parser.given(sys.argv[1:] if arguments is None else arguments)
+    given = parser.given(arguments)
     defaults, recipe = parser.defaults(), dict[str, Any]()
     if path := given.get("recipe"):
         recipe = parser.given(recipe_arguments(path, parser))
