@@ -62,21 +62,20 @@ def parse(
     given |= own_form({**recipe, **given}, parser)
     chosen = parser.merged(parser.merged(defaults, recipe), given)
     defaults |= defaults_of_weights(chosen, parser)
-    start = defaults | {"out": recipe.get("out")} | given
-    if start["resume"] == "auto":  # all ranks find the same, as none has written yet
-        if not (out := start["out"]):
+    if chosen["resume"] == "auto":  # all ranks find the same, as none has written yet
+        if not (out := chosen["out"]):
             raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
         going_on = out if checkpoint.latest_files(Path(out)) else None
-        given["resume"] = start["resume"] = going_on
-    found, path = None, resume_path(start, script)
+        given["resume"] = chosen["resume"] = going_on
+    found, path = None, resume_path(chosen, script)
     if path is not None:
-        source = "--resume" if start["checkpoint"] is None else "--checkpoint"
+        source = "--resume" if chosen["checkpoint"] is None else "--checkpoint"
         with refused_as(f"{source} {path}", (InputError,)):
             found = checkpoint.load(path, script)
         if found.warning:
             print_once(found.warning)
         defaults |= restored_flags(found.flags, parser)
-        if uses_trained_model(start) and not device.is_here(defaults["device"]):
+        if uses_trained_model(chosen) and not device.is_here(defaults["device"]):
             defaults |= {"device": "auto", "precision": "auto"}
     flags = parser.merged(parser.merged(defaults, recipe), given)
     for name, value in computed_defaults(flags, parser).items():

@@ -206,10 +206,9 @@ def race_defaults(
         return [], {}
     shared, seeds = config.script, [f"{config.seeds}-seeds"]
     arms = {"defaults": Arm("defaults", shared, shared.usual("lr"))}
-    finalists: list[FrozenTrial] = []
-    for trial in trials:  # without those that repeat another one's values
-        if len(finalists) < FINALISTS and trial.params not in [each.params for each in finalists]:
-            finalists.append(trial)
+    params = [trial.params for trial in trials]
+    firsts = [trial for n, trial in enumerate(trials) if trial.params not in params[:n]]
+    finalists = firsts[:FINALISTS]
     for trial in finalists:
         words = [*shared.arguments, *shared.to_arguments(trial.params)]
         own = TargetScript.read(shared.file, words)

@@ -21,10 +21,11 @@ from optuna.trial import FrozenTrial, TrialState
 from cli.settings import USUAL_BATCH
 from errors import InputError, first_line
 from figures import verdict
+from figures.run_logs import ROOT
 from figures.verdict import Contender
 from training.atomic_file import atomic_write, atomic_write_text
 from tuning.config import SweepConfig
-from tuning.trials import ROOT, complete_rows, trial_folder
+from tuning.trials import complete_rows, trial_folder
 
 RECIPE = "recipe.yaml"  # in --out
 LINEAR_SCALING = ("sgd", "kaldi_ngd", "lars")
@@ -40,9 +41,10 @@ def format_params(params: Mapping[str, Any]) -> str:
 
 
 def format_result(trial: FrozenTrial) -> str:
-    """Return the value of a complete trial, else its state."""
-    is_complete = trial.state is TrialState.COMPLETE
-    return f"{trial.value:.4f}" if is_complete else trial.state.name.lower()
+    """Return the value of a complete trial, else the error of its script, or its state."""
+    if trial.state is TrialState.COMPLETE:
+        return f"{trial.value:.4f}"
+    return trial.user_attrs.get("error", trial.state.name.lower())
 
 
 def rank_trials(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:

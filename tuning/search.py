@@ -89,8 +89,7 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         if not config.keeps_weights:
             for file in trial_folder(config, trial).glob("*.pt"):
                 file.unlink(missing_ok=True)
-        result = trial.user_attrs.get("error", "") or results.format_result(trial)
-        params = results.format_params(trial.params)
+        params, result = results.format_params(trial.params), results.format_result(trial)
         tqdm.write(f"trial {num_finished} of {config.trials}: {params}: {result}")
         sys.stdout.flush()
 

@@ -23,11 +23,10 @@ import torch
 import errors
 from distributed.worker import SWEEP
 from errors import InputError
-from figures.run_logs import measured
+from figures.run_logs import ROOT, measured
 from training.epoch_report import is_evaluated
 from tuning.config import SweepConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 START = "-- start"  # a line of console.log; an error before it was that of an earlier start
 POLL_SECONDS = 0.1  # between two reads of metrics.jsonl
 SHUTDOWN_SECONDS = 60.0  # that a script has to write its checkpoint after SIGTERM
