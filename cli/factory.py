@@ -47,7 +47,6 @@ from models.averaged_views import AveragedViews
 from models.residual import residual_blocks
 from training import classifier, evaluation, predictions, run_log
 from training.batch_sampler import MIN_RANK_ROWS, DynamicBatchSampler
-from training.card import read_card
 from training.checkpoint import Checkpoint
 from training.classifier import Classifier
 from training.epoch_report import EVAL_SET_NAMES, describe_checkpoint
@@ -524,11 +523,9 @@ def trained_classifier(
     """
     checkpoint = run.checkpoint
     assert checkpoint is not None
-    kept = {**checkpoint.metadata, **(metadata or {}), "flags": {**vars(settings)}}
-    card = read_card(kept, checkpoint.temperature)
-    weights, device = checkpoint.weights, run.world.device
+    changes = {**(metadata or {}), "flags": {**vars(settings)}}
     with refused_as(f"--arch {settings.arch}", (InputError,)):
-        found = classifier.trained_classifier(weights, card, device)
+        found = classifier.of_checkpoint(checkpoint, run.world.device, changes)
     if run.world.is_main:
         line = describe_checkpoint(checkpoint.file, checkpoint.progress)
         print(line, file=sys.stderr if settings.predict else sys.stdout, flush=True)

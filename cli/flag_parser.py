@@ -196,7 +196,7 @@ def conditions_in_words(values: Values) -> str:
         elif each is ON or list(each) == [True]:
             words.append(f"--{name}")
         else:
-            words.append(f"--{name} {'other than ' if isinstance(each, Not) else ''}{choices}")
+            words.append(f"--{name} {choices}")
     return " and ".join(words)
 
 
@@ -216,7 +216,7 @@ class Flag:
     nargs: str | int | None = None  # as of argparse
     scope: Scope = Scope.RESULT
     only_with: Sequence[Values] = ()  # it has an effect where all values of one of these hold
-    owner: str = ""  # the flag that chooses the part which has NAME=VALUE settings; '' if none
+    owner: str = ""  # of NAME=VALUE settings, the flag that chooses the part which has them
     # The settings of each part with their defaults, by the value of that flag.
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -490,16 +490,15 @@ class ScriptParser(FlagParser, Generic[T]):
             InputError: a part has no such setting, or the value is of another kind.
         """
         for flag in self.settings():
-            chosen = flags[flag.owner] if flag.owner else ""
+            chosen = flags[flag.owner]
             if is_own(chosen):  # which checks them itself
                 continue
             settings, given = flag.parts.get(chosen, {}), flags[flag.dest]
             for key, value in given.items():
                 problem = f"{flag.name} {key}={value}"
                 if key not in settings:
-                    part = f"--{flag.owner} {chosen}" if flag.owner else "the model"
                     raise InputError(
-                        f"{problem}: {part} has no such setting; it has "
+                        f"{problem}: --{flag.owner} {chosen} has no such setting; it has "
                         f"{', '.join(settings) or 'none'}{did_you_mean(key, settings)}"
                     )
                 if not fits(value, settings[key]):

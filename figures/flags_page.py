@@ -53,8 +53,8 @@ def page_with_flags(page: str) -> str:
             parts.setdefault(", ".join(named), []).append(part)
         for text, names in parts.items():
             if text:
-                chosen = f" with `--{flag.owner} {', '.join(names)}`" if flag.owner else ""
-                rows.append(f"| `{flag.name}`{chosen} | {text} |")
+                chosen = f"with `--{flag.owner} {', '.join(names)}`"
+                rows.append(f"| `{flag.name}` {chosen} | {text} |")
     rows += ["", "| with `--weights` or `--arch hf:` | defaults |", "| --- | --- |"]
     for script in (resnet50_test, transformer_test):
         parser = script.parser()

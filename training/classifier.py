@@ -37,16 +37,20 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     found = checkpoint.load(Path(path))
     if found.warning:
         warnings.warn(found.warning, stacklevel=2)
-    card = read_card(found.metadata, found.temperature)
-    return trained_classifier(found.weights, card, torch.device(device))
+    return of_checkpoint(found, torch.device(device), {})
 
 
-def trained_classifier(
-    weights: Mapping[str, Tensor], card: Card, device: torch.device
+def of_checkpoint(
+    found: checkpoint.Checkpoint, device: torch.device, changes: Mapping[str, Any]
 ) -> Classifier:
-    """Make the model of a card; weights that do not fit are an InputError."""
+    """Make the model of a checkpoint with changes to its metadata.
+
+    Raises:
+        InputError: the weights do not fit.
+    """
+    card = read_card({**found.metadata, **changes}, found.temperature)
     model = card.create_model()
-    checkpoint.load_into(model, weights, "model")
+    checkpoint.load_into(model, found.weights, "model")
     model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Classifier(model.eval(), card)
 

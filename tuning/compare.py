@@ -83,7 +83,7 @@ def read_arms(
         raise InputError(f"--vary {name}: all runs of a race have the same; vary another flag")
     if len(values) < 2 or not all(values):
         raise InputError(f"--vary {name}={','.join(values)}: give two values or more, as in A,B")
-    given = {name, *parser.given(parser.translate(arguments))}
+    given = {name, *parser.given(arguments)}
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
     if taken := given & {"seed", own} - {name}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
