@@ -105,9 +105,8 @@ def check(flags: Mapping[str, Any]) -> None:
 def first_conflict(flags: Mapping[str, Any]) -> str:
     """What `check` says of the flags; '' where they go together."""
     for alternatives, others, why in CONFLICTS:
-        for one in held(alternatives, flags):
-            for other in held(others, flags):
-                return f"{one} is not supported with {other}: {why}"
+        if (first := held(alternatives, flags)) and (second := held(others, flags)):
+            return f"{first[0]} is not supported with {second[0]}: {why}"
     return ""
 
 

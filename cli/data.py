@@ -120,14 +120,13 @@ def choose_rows(
     splits: Mapping[str, Any],
     classes: Sequence[str],
     *,
-    redrawn: Mapping[str, Sequence[Any]] | None = None,
+    redrawn: Mapping[str, Sequence[Any]] = {},
 ) -> ChosenRows:
     """The rows of each split that a run uses; --label_noise makes labels of 'train' wrong.
 
     Args:
         redrawn: as of `redrawn_by`, for a run that goes on.
     """
-    redrawn = redrawn or {}
     unused = {"train"} if settings.test else {"train", "test"}
     chosen = ChosenRows({name: split for name, split in splits.items() if name not in unused})
     train, has_val = splits["train"], "val" in splits
@@ -181,8 +180,8 @@ def class_numbers(labels: Tensor) -> Tensor:
 def split_rows(
     settings: Settings,
     labels: Tensor,
-    has_val: bool = False,
-    groups_of_rows: Callable[[], Sequence[str]] = tuple,
+    has_val: bool,
+    groups_of_rows: Callable[[], Sequence[str]],
 ) -> dict[str, Tensor]:
     """Class-balanced row numbers of 'train' and, with --val_fraction or --fold, of 'val'.
 

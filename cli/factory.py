@@ -567,7 +567,7 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
     )
     if run.world.is_main:
         before = run.checkpoint.splits if run.checkpoint else {}
-        now = data.metadata.get("data", {}).get("splits", {})
+        now = data.metadata["data"]["splits"]
         is_known = all(split in before and is_same(before[split], now[split]) for split in now)
         is_new = name == "test" or not is_known
         why = "" if is_new else ", which also chose the best epoch"

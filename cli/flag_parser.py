@@ -4,7 +4,7 @@
     class Settings:
         alpha: float = flag(positive, 0.99, "strength of mixing", group="mixing of samples")
 
-    parser = ScriptParser("...", Settings, foreign={}, learning_rates={}, changes={})
+    parser = ScriptParser("...", Settings, learning_rates={}, changes={})
     parser.given(["--alpha", "0.2"])     # {"alpha": 0.2}
 
 A declaration also says to what a flag belongs (`Scope`) and with which others it means something
@@ -27,6 +27,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
+from cli.foreign_names import FOREIGN
 from errors import InputError, did_you_mean
 from models.own_parts import is_own
 from training.run_segments import flag_value
@@ -386,7 +387,6 @@ class ScriptParser(FlagParser, Generic[T]):
 
     Args:
         kind: the settings class that the flags become.
-        foreign: as of `FlagParser`.
         learning_rates: defaults of --lr, by optimizer.
         changes: what differs from a field's declaration, by field.
 
@@ -399,11 +399,10 @@ class ScriptParser(FlagParser, Generic[T]):
         description: str | None,
         kind: type[T],
         *,
-        foreign: Mapping[str, str],
         learning_rates: Mapping[str, float],
         changes: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        super().__init__(description, foreign=foreign, add_help=False)
+        super().__init__(description, foreign=FOREIGN, add_help=False)
         self.add_argument(
             *("--help", "-h"),
             action=ShowHelp,

@@ -40,7 +40,6 @@ from cli.flag_parser import (
     setting,
     switch,
 )
-from cli.foreign_names import FOREIGN
 from cli.optimizers import OPTIMIZERS, by_value, defaults_in_words, users
 from cli.yaml_file import read_yaml
 from distributed import comm_hooks, fsdp
@@ -370,11 +369,7 @@ S = TypeVar("S", bound=Settings)
 def script_parser(
     description: str | None, kind: type[S], learning_rates: Mapping[str, float]
 ) -> ScriptParser[S]:
-    """The flags of a script.
-
-    Args:
-        learning_rates: defaults of --lr, by optimizer.
-    """
+    """The flags of a script, with its defaults of --lr by optimizer."""
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     changes: dict[str, dict[str, Any]] = {
         "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
@@ -383,6 +378,4 @@ def script_parser(
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
         **{name: {"default": value} for name, value in kind.defaults.items()},
     }
-    return ScriptParser(
-        description, kind, foreign=FOREIGN, learning_rates=learning_rates, changes=changes
-    )
+    return ScriptParser(description, kind, learning_rates=learning_rates, changes=changes)

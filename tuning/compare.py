@@ -37,14 +37,11 @@ def compare_parser() -> FlagParser:
     add = parser.group("race")
     number = partial(add, metavar="N")
     add("script", Choice(SCRIPTS), None, "entry script", metavar="SCRIPT")
-    words = (
-        "short form of --vary optimizer=A,B; MODULE:CLASS@RATE is your own, searched around RATE"
-    )
+    words = "short form of --vary optimizer=A,B; MODULE:CLASS@RATE is yours, searched around RATE"
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
     add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
-    number(
-        "--seeds", flag_parser.number(int, 1, 1000), None, "seeds of the runs in full (default 3)"
-    )
+    seeds = flag_parser.number(int, 1, 1000)
+    number("--seeds", seeds, None, "seeds of the runs in full (default 3)")
     words = "folds of the training set, in place of seeds and test set"
     number("--folds", flag_parser.number(int, 2), 0, words)
     number("--minutes", flag_parser.positive, 30.0, "time, for which trials and epochs are chosen")

@@ -204,7 +204,7 @@ def race_defaults(
     """
     if not trials:
         return [], {}
-    shared, seeds = config.script, [f"{config.seeds}-seeds"]
+    shared = config.script
     arms = {"defaults": Arm("defaults", shared, shared.usual("lr"))}
     params = [trial.params for trial in trials]
     firsts = [trial for n, trial in enumerate(trials) if trial.params not in params[:n]]
@@ -215,11 +215,12 @@ def race_defaults(
         name = f"trial {trial.number}"
         arms[name] = Arm(name, own, own.usual("lr"))
     settings = {name: [arm.rate, arm.script.settings()] for name, arm in arms.items()}
+    numbers = "-".join(str(trial.number) for trial in finalists)
     final = replace(
         config,
         script=RaceScript(shared.file, [], settings, arms=arms, common=[]),
         space=arm_space(arms),
-        out=config.out / "-".join(["final", *(f"{each.number}" for each in finalists), *seeds]),
+        out=config.out / f"final-{numbers}-{config.seeds}-seeds",
         sampler="random",
         pruner="none",
     )

@@ -100,8 +100,8 @@ class TrialRunner:
             return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
 
     def follow(self, trial: optuna.Trial, folder: Path, *, process: subprocess.Popen[str]) -> float:
-        """Report each epoch to Optuna; end the process if it is pruned."""
-        num_reported = 0
+        """Report each epoch to Optuna; end the process if it is pruned before its last one."""
+        num_reported, script = 0, self.config.script
         before = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         try:
             while True:
@@ -112,7 +112,7 @@ class TrialRunner:
                 for row in filter(is_evaluated, rows[num_reported:]):
                     if row["epoch"] not in before:
                         trial.report(measured(row), row["epoch"])
-                    if self.should_prune(trial, row):
+                    if trial.should_prune() and row["epoch"] < script.flags(trial.params)["epochs"]:
                         raise optuna.TrialPruned
                 num_reported = len(rows)
                 if self.stop.is_set() or process.returncode == errors.INTERRUPTED:
@@ -128,11 +128,6 @@ class TrialRunner:
         finally:
             terminate(process)
         return measured(rows[-1])
-
-    def should_prune(self, trial: optuna.Trial, row: dict[str, Any]) -> bool:
-        """Decide after an epoch whether to prune the trial, but for its last one."""
-        is_hopeless = trial.should_prune()
-        return is_hopeless and row["epoch"] < self.config.script.flags(trial.params)["epochs"]
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
