@@ -49,14 +49,13 @@ _WHITENED = partial(
     momentum=0.6,
     groups=ngd_groups,
 )
-_KALDI = ("rank", "alpha", "eta", "update_period", "max_dim")
 _LAMB = partial(OptimizerChoice, weight_decay=0.01)
 
 OPTIMIZERS: Mapping[str, OptimizerChoice] = {
     "sgd": _SGD(fused_sgd),
     "adamw": OptimizerChoice(fused_adamw, ADAM, weight_decay=0.05),
     "ngd": _WHITENED(NGD, own=("rank", "adamw_ratio")),
-    "kaldi_ngd": _SGD(KaldiNGD, own=_KALDI),
+    "kaldi_ngd": _SGD(KaldiNGD, own=("rank", "alpha", "eta", "update_period", "max_dim")),
     "muon": _WHITENED(Muon, own=("adamw_ratio",)),
     "lars": _SGD(LARS, own=("trust_coefficient", "clip")),
     "lamb": _LAMB(LAMB, ADAM),
@@ -96,10 +95,5 @@ def by_value(values: Mapping[str, float]) -> str:
 
 def defaults_in_words(name: str) -> str:
     """Write the default of a flag for each optimizer that has it."""
-    return by_value(
-        {
-            optimizer: getattr(choice, name)
-            for optimizer, choice in OPTIMIZERS.items()
-            if name == "weight_decay" or name in choice.flags
-        }
-    )
+    optimizers = OPTIMIZERS if name == "weight_decay" else users(name)["optimizer"]
+    return by_value({each: getattr(OPTIMIZERS[each], name) for each in optimizers})
