@@ -90,16 +90,16 @@ def check_processes(
         return
     names = parser.of_scope(Scope.RESULT, Scope.HOW)
     progress = checkpoint and [checkpoint.progress[key] for key in ("step", "seconds")]
-    values: dict[str, Any] = {"the checkpoint": progress}  # first, since its --bs differs
-    values |= {f"--{name}": getattr(settings, name) for name in names} | {
+    values = {
+        "the checkpoint": progress,  # first, since its --bs differs
+        **{f"--{name}": getattr(settings, name) for name in names},
         "the version of the code": commit_or_none(),
         "the version of own code": own_parts.versions(settings.arch, settings.optimizer),
         "the version of torch": torch.__version__,
+        **{f"--{name}": bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)},
     }
-    values |= {f"--{name}": bool(getattr(settings, name)) for name in parser.of_scope(Scope.START)}
-    check_equal(
-        world, values, advice="start every process with the same flags, code and checkpoint"
-    )
+    advice = "start every process with the same flags, code and checkpoint"
+    check_equal(world, values, advice=advice)
 
 
 def create_run(
@@ -339,14 +339,14 @@ def create_batch_sampler(
         with refused_as("--batch_args"):
             low, high = dynamic_batch.batch_limits(
                 base,
-                low=own.pop("min", None),
-                high=own.pop("max", None),
+                low=own.pop("min"),
+                high=own.pop("max"),
                 smallest=MIN_RANK_ROWS * world.size,
                 rows=rows,
                 shrinks=kind == "decrease",
             )
             replaces_decay = own.get("replace_decay", False)
-            power = dynamic_batch.lr_power(own.pop("lr", "none"), replace_decay=replaces_decay)
+            power = dynamic_batch.lr_power(own.pop("lr"), replace_decay=replaces_decay)
             if rule is dynamic_batch.Scheduled:
                 growth = dynamic_batch.schedule_growth(
                     settings.batch_milestones,
