@@ -217,7 +217,7 @@ class Flag:
     nargs: str | int | None = None  # as of argparse
     scope: Scope = Scope.RESULT
     only_with: Sequence[Values] = ()  # it has an effect where all values of one of these hold
-    owner: str = ""  # of NAME=VALUE settings, the flag that chooses the part which has them
+    owner: str = ""  # of NAME=VALUE settings: the flag that chooses the part to which they belong
     # The settings of each part with their defaults, by the value of that flag.
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

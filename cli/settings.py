@@ -136,9 +136,9 @@ class Settings:
     datasets: ClassVar[Sequence[str]]  # values of --dataset, the default first
     mixing: ClassVar[Sequence[str]]  # values of --mixup
     defaults: ClassVar[Mapping[str, Any]] = {}  # those in which the scripts differ, by field
-    pretrained: ClassVar[Mapping[str, Any]]  # of a run that begins with pretrained weights
+    pretrained: ClassVar[Mapping[str, Any]]  # defaults of a run that begins with pretrained weights
     frozen: ClassVar[Mapping[str, Any]]  # defaults with --freeze
-    pretrained_lr: ClassVar[Mapping[str, float]]  # by optimizer; others: a tenth of the usual rate
+    pretrained_lr: ClassVar[Mapping[str, float]]  # of --lr, by optimizer; else a tenth of the usual
     model_flags: ClassVar[Sequence[str]]  # fields that weights must share with their new model
     fewest_steps: ClassVar[int]  # of an epoch, where --bs is not given
 

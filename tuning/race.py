@@ -206,7 +206,7 @@ def race_defaults(
         return [], {}
     shared = config.script
     arms = {"defaults": Arm("defaults", shared, shared.usual("lr"))}
-    params = [trial.params for trial in trials]
+    params = [trial.params for trial in trials]  # of which later ones may repeat earlier ones
     firsts = [trial for n, trial in enumerate(trials) if trial.params not in params[:n]]
     finalists = firsts[:FINALISTS]
     for trial in finalists:

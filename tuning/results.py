@@ -44,7 +44,7 @@ def format_result(trial: FrozenTrial) -> str:
     """Return the value of a complete trial, else the error of its script, or its state."""
     if trial.state is TrialState.COMPLETE:
         return f"{trial.value:.4f}"
-    return trial.user_attrs.get("error", trial.state.name.lower())
+    return trial.user_attrs.get("error") or trial.state.name.lower()
 
 
 def rank_trials(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
