@@ -75,4 +75,4 @@ def flag_value(value: Any) -> str:
         value = [f"{name}={setting}" for name, setting in value.items()]
     if isinstance(value, list | tuple):
         value = " ".join(map(flag_value, value))
-    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
+    return f"{value:.15g}" if isinstance(value, float) else str(value) or "none"
