@@ -12,7 +12,6 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ import transformer_test
 from backends import device
 from budget import COLD_STARTS
 from cli import options
+from cli.flag_parser import ScriptParser
 from cli.settings import Settings
 from input_pipeline.text_datasets import AGNEWS_CLASSES, read_headlines
 
@@ -34,6 +34,7 @@ IMAGES = f"--dataset digits --arch resnet20 --subset 0.1 {SHORT}"
 TEXTS = f"--dataset headlines --subset 0.2 --width 8 --heads 2 --depth 1 {SHORT}"
 LABELS = f"--dataset csv --label_separator | --width 8 --heads 2 --depth 1 {SHORT} --bs 8"
 SCRIPTS = {"images": (resnet50_test, IMAGES), "texts": (transformer_test, TEXTS)}
+FILES = {f"{script.SCRIPT}.py": script for script, _ in SCRIPTS.values()}
 
 
 starts: list[str] = []  # commands of interpreters that this process has started
@@ -68,25 +69,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(item.path.parent.name)
 
 
-def call(script: ModuleType, words: list[str]) -> int:
-    """The exit code of a script with these words."""
+def call(name: str, words: list[str]) -> int:
+    """The exit code of the script of "images" or "texts" with these words."""
+    script, _ = SCRIPTS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"{script.SCRIPT}.py", *words])
         return errors.exit_code(script.main)
 
 
-def run(script: ModuleType, *texts: object, code: int = 0) -> str:
+def run(name: str, *texts: object, code: int = 0) -> str:
     """Run a script with the words of some texts; returns stdout and stderr."""
     console = io.StringIO()
     with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
-        found = call(script, " ".join(map(str, texts)).split())
+        found = call(name, " ".join(map(str, texts)).split())
     assert found == code, console.getvalue()
     return console.getvalue()
 
 
-def parsed(script: ModuleType, *texts: object) -> Settings:
+def parser(name: str) -> ScriptParser[Any]:
+    return SCRIPTS[name][0].parser()
+
+
+def parsed(name: str, *texts: object) -> Settings:
     """The flags that a script reads from the words of some texts."""
-    words = " ".join(map(str, texts)).split()
+    script, words = SCRIPTS[name][0], " ".join(map(str, texts)).split()
     return options.parse(script.parser(), script.SCRIPT, words)[0]
 
 
@@ -165,8 +171,8 @@ def write_headlines(folder: Path) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A finished run of each script, of one epoch."""
     folders = {name: tmp_path_factory.mktemp(name) / "run" for name in SCRIPTS}
-    for name, (script, words) in SCRIPTS.items():
-        assert call(script, [*words.split(), "--out", str(folders[name])]) == 0
+    for name, (_, words) in SCRIPTS.items():
+        assert call(name, [*words.split(), "--out", str(folders[name])]) == 0
     return folders
 
 
@@ -191,11 +197,11 @@ def refused(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
 
     def run(name: str, extra: str, names: str, base: str | None = None) -> str:
-        script, words = SCRIPTS[name]
+        words = SCRIPTS[name][1] if base is None else base
         capsys.readouterr()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("default", UserWarning)
-            code = call(script, [*(words if base is None else base).split(), *extra.split()])
+            code = call(name, [*words.split(), *extra.split()])
         lines = capsys.readouterr().err.splitlines()
         lines = [line for line in lines if not line.startswith("weights of ")]  # of --predict
         assert code == 2

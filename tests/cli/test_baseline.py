@@ -6,9 +6,7 @@ import shutil
 import pytest
 import torch
 
-import conftest
-import resnet50_test
-import transformer_test
+from conftest import SCRIPTS, run
 from input_pipeline.baseline import image_baseline, text_baseline
 from input_pipeline.image_batches import FileDecoder
 from input_pipeline.image_datasets import ImageSplit
@@ -17,14 +15,11 @@ from input_pipeline.text_datasets import TextSplit
 
 
 def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
-    def lines(script, words: str) -> list[str]:
-        console = conftest.run(script, words, "--out", tmp_path / "run")
+    def lines(script: str, words: str) -> list[str]:
+        console = run(script, words, "--out", tmp_path / "run")
         return [line for line in console.splitlines() if "baseline" in line]
 
-    for script, words in (
-        (resnet50_test, f"{conftest.IMAGES} --epochs 1"),
-        (transformer_test, f"{conftest.TEXTS} --epochs 1"),
-    ):
+    for script, (_, words) in SCRIPTS.items():
         found, verdict = lines(script, f"{words} --baseline")
         accuracy = re.search(r"logistic regression ([\d.]+) % on the test set", found)
         assert accuracy, found

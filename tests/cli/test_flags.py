@@ -4,15 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import conftest
-import resnet50_test
-import transformer_test
 from cli import options
 from cli.flag_parser import OFF
-from conftest import each_of, parsed
+from conftest import SCRIPTS, each_of, for_each, parsed, parser
 from errors import InputError
 
-SCRIPTS = {"resnet50_test": resnet50_test.parser, "transformer_test": transformer_test.parser}
 SPELLINGS = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
     ("-c fast94", "--recipe fast94"),
@@ -23,18 +19,18 @@ SPELLINGS = [  # some of those of timm and of Hugging Face's Trainer, and the sa
 ]
 
 
-def parse(arguments: str, parser=None) -> dict[str, object]:
-    return (parser or resnet50_test.parser()).given(arguments.split())
+def parse(arguments: str, script: str = "images") -> dict[str, object]:
+    return parser(script).given(arguments.split())
 
 
 def test_other_spellings_mean_the_same():
     def check(spelling: str, own: str) -> None:
         for script in SCRIPTS:
-            parsed = parse(spelling, SCRIPTS[script]())
-            assert parsed == parse(own, SCRIPTS[script]()), script
-            assert parsed, script
+            given = parse(spelling, script)
+            assert given == parse(own, script), script
+            assert given, script
 
-    conftest.for_each(SPELLINGS, check)
+    for_each(SPELLINGS, check)
     assert parse("--model resnet20") == parse("--arch resnet20")
 
 
@@ -47,8 +43,8 @@ def test_a_foreign_name_without_a_counterpart_says_what_there_is():
 
 
 def test_values_keep_their_hyphens():
-    parsed = parse("--out my-run --data-dir=--odd-folder --predict cat-1.png")
-    assert parsed == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
+    given = parse("--out my-run --data-dir=--odd-folder --predict cat-1.png")
+    assert given == {"out": "my-run", "data_dir": "--odd-folder", "predict": ["cat-1.png"]}
 
 
 def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
@@ -56,13 +52,13 @@ def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for given, expected in (("", "./data"), ("~/d", f"{tmp_path}/d")):
         monkeypatch.setenv("DATA_DIR", given)
-        parser = resnet50_test.parser()
-        assert parser.defaults()["data_dir"] == expected
+        images = parser("images")
+        assert images.defaults()["data_dir"] == expected
     for flag in ("out", "resume", "checkpoint", "weights"):
-        assert parser.given([f"--{flag}=~/x y"]) == {flag: f"{tmp_path}/x y"}
-    assert parser.given(["--predict", "~/x y"]) == {"predict": [f"{tmp_path}/x y"]}
+        assert images.given([f"--{flag}=~/x y"]) == {flag: f"{tmp_path}/x y"}
+    assert images.given(["--predict", "~/x y"]) == {"predict": [f"{tmp_path}/x y"]}
     (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
-    args = parsed(resnet50_test, "--recipe=~/mine.yaml")
+    args = parsed("images", "--recipe=~/mine.yaml")
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
 
 
@@ -80,29 +76,28 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
         ("class_weights: none", "--class_weights none"),
     ):
         recipe.write_text(text)
-        flags = options.recipe_arguments(str(recipe), resnet50_test.parser())
-        assert resnet50_test.parser().given(flags) == parse(own), text
+        flags = options.recipe_arguments(str(recipe), parser("images"))
+        assert parser("images").given(flags) == parse(own), text
 
 
 def test_recipes_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("fast94", "fast94.yaml", str(options.RECIPES / "fast94.yaml")):
-        args = parsed(resnet50_test, "--recipe", name)
+        args = parsed("images", "--recipe", name)
         assert (args.lr_schedule, args.recipe) == ("polynomial", name)
     (tmp_path / "fast94").mkdir()  # a folder cannot be meant
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
     (tmp_path / "best").write_text("lr: 0.7\n")  # a file wins over a recipe of that name
-    assert options.recipe_arguments("best", resnet50_test.parser()) == ["--lr", "0.7"]
+    assert options.recipe_arguments("best", parser("images")) == ["--lr", "0.7"]
 
 
 @each_of("script", SCRIPTS)
 @each_of("words", [["-h"], ["--help", "all"]])
 def test_help_shows_the_common_flags_or_all(script, words, capsys):
-    parser = SCRIPTS[script]()
     with pytest.raises(SystemExit, match="^0$"):
-        parser.given(words)
+        parser(script).given(words)
     shown = capsys.readouterr().out
-    for flag in parser.flags.values():
+    for flag in parser(script).flags.values():
         assert (f"\n  {flag.name}" in shown) == (flag.common or len(words) > 1), flag.name
 
 
@@ -113,11 +108,10 @@ UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to
 ]
 
 
-def unused(*words: str, script: str = "resnet50_test") -> list[str]:
+def unused(*words: str) -> list[str]:
     """The warnings for a command line."""
-    parser = SCRIPTS[script]()
-    args, _ = options.parse(parser, script, words)
-    return parser.unused(parser.given(words), vars(args))
+    images = parser("images")
+    return images.unused(images.given(words), vars(parsed("images", *words)))
 
 
 @each_of(("flags", "remedy", "message"), UNUSED)
@@ -133,7 +127,7 @@ def test_a_flag_without_effect_is_named(flags, remedy, message):
 
 @each_of("script", SCRIPTS)
 def test_every_condition_names_flags_and_values_that_there_are(script):
-    flags = SCRIPTS[script]().flags
+    flags = parser(script).flags
     for flag in flags.values():
         for values in flag.only_with:
             for name, each in values.items():
@@ -160,32 +154,29 @@ def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(here, capsys
     capsys.readouterr()
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        parsed(transformer_test, "--mix-at tokens")
+        parsed("texts", "--mix-at tokens")
         line = "warning: --mix_at has no effect here: it is for --mixup\n"
         assert capsys.readouterr().err == (line if rank == "0" else "")
 
 
 def test_a_checkpoint_from_before_a_flag_is_restored():
-    for script, words in (
-        (transformer_test, "--arch hf:any"),
-        (resnet50_test, "--weights DEFAULT"),
-    ):
+    for script, words in (("texts", "--arch hf:any"), ("images", "--weights DEFAULT")):
         flags = dict(vars(parsed(script, words)))
         for newer in ("lora", "label_separator"):
             del flags[newer]
-        restored = options.restored_flags(flags, script.parser())
+        restored = options.restored_flags(flags, parser(script))
         assert restored["arch"] == flags["arch"]
         assert "lora" not in restored
 
 
 def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path):
     words = "--ngd --opt-args rank=4 --opt_args adamw_ratio=1e-2 --ngd_rank 5"
-    args = parsed(resnet50_test, words)
+    args = parsed("images", words)
     assert args.opt_args == {"rank": 5, "adamw_ratio": 0.01}
     (tmp_path / "a.yaml").write_text("ngd: true\nopt_args: {rank: 7}\nalternate_flip: true\n")
-    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --opt_args adamw_ratio=0.5")
+    args = parsed("images", f"--recipe {tmp_path}/a.yaml --opt_args adamw_ratio=0.5")
     assert args.opt_args == {"rank": 7, "adamw_ratio": 0.5}
     assert args.augment_args["alternate"] is True
-    args = parsed(resnet50_test, f"--recipe {tmp_path}/a.yaml --optimizer lars --augment trivial")
+    args = parsed("images", f"--recipe {tmp_path}/a.yaml --optimizer lars --augment trivial")
     assert args.augment_args["alternate"] is True, "policies have the same settings"
     assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"

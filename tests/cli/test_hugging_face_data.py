@@ -16,8 +16,6 @@ from PIL import Image
 from test_own_data import EXPECTED, IMAGES, TEST_ROWS, TEXTS, TRAIN_ROWS, read
 
 import ranks
-import resnet50_test
-import transformer_test
 from conftest import for_each, run
 from errors import InputError
 from input_pipeline import hugging_face_data
@@ -115,15 +113,15 @@ def test_a_data_set_becomes_own_data_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = f"--dataset hf:mine --data_dir {tmp_path}/data"
     base, out = TEXTS.replace("--dataset csv", ""), tmp_path / "run"
-    console = run(transformer_test, base, data, f"--out {out}")
+    console = run("texts", base, data, f"--out {out}")
     for line in ("the test split has no labels", "not converted: the splits more"):
         assert line in console
     assert "hf/mine-" in console.splitlines()[0]
     with mock.patch.dict(sys.modules, {"datasets": None}):
-        run(transformer_test, base, data, f"--out {tmp_path}/again")
+        run("texts", base, data, f"--out {tmp_path}/again")
         assert ranks.metrics(out)[0]["val_loss"] == ranks.metrics(tmp_path / "again")[0]["val_loss"]
-        assert "warning" not in run(transformer_test, f"--resume {out} --epochs 2", data)
-        run(transformer_test, f"--resume {out} --evaluate")
+        assert "warning" not in run("texts", f"--resume {out} --epochs 2", data)
+        run("texts", f"--resume {out} --evaluate")
         script = TargetScript.read("transformer_test.py", data.split())
         assert [*script.own_splits()] == ["train", "val"]
         os.utime(source / "dataset_dict.json", (0, 0))  # as one that was written anew
@@ -143,7 +141,7 @@ def test_images_become_files_and_paths_stay(tmp_path):
         assert splits["test"].labels.tolist() == [1, 0] * 4
         assert splits["test"].decode(splits["test"].labels)[:, 0, 0, 0].tolist() == [20, 0] * 4
     base = IMAGES.replace("--dataset folder", f"--dataset hf:{folder} --data_dir {tmp_path}")
-    assert "all 2 classes         8         8" in run(resnet50_test, base, f"--out {tmp_path}/run")
+    assert "all 2 classes         8         8" in run("images", base, f"--out {tmp_path}/run")
     listed = tmp_path / "listed"
     listed.mkdir()
     for shade in range(4):

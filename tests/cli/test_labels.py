@@ -14,8 +14,6 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 import ranks
-import resnet50_test
-import transformer_test
 from cli import factory
 from conftest import LABELS, SHORT, run, write, write_headlines, write_images
 from figures.report import render
@@ -35,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     """The folder of a run on texts of several labels, and what it printed."""
     folder = write_headlines(tmp_path_factory.mktemp("labels"))
     flags = f"{LABELS} --mixup mixup --class_weights balanced --label_smoothing 0.1"
-    return folder, run(transformer_test, flags, "--data_dir", folder, "--out", folder / "run")
+    return folder, run("texts", flags, "--data_dir", folder, "--out", folder / "run")
 
 
 def targets_of(folder, classes: list[str]) -> tuple[list[str], np.ndarray]:
@@ -72,7 +70,7 @@ def test_a_run_reports_what_scikit_learn_measures(trained):
     for name, f1 in zip(classifier.classes, 100 * counts[0] / counts[1]):
         assert re.search(rf'row">{name}</th>(<td>[\d.]+</td>){{2}}<td>{f1:.2f}</td>', page)
     assert len(re.findall("<blockquote>", page)) == 12
-    evaluated = run(transformer_test, "--evaluate --checkpoint", folder / "run")
+    evaluated = run("texts", "--evaluate --checkpoint", folder / "run")
     for name, precision in zip(classifier.classes, precisions):
         line = f"{name:>20}  AP {100 * precision:6.2f} %  F1"
         assert line in console
@@ -91,13 +89,13 @@ def test_predictions_and_exports_have_the_labels_above_the_threshold(trained, tm
     everything = classifier.predict(texts, threshold=0.0)
     assert everything == [classifier.classes] * 80
     for suffix in ("jsonl", "csv"):
-        run(transformer_test, "--checkpoint", folder / "run", "--predict", folder / "test.csv",
+        run("texts", "--checkpoint", folder / "run", "--predict", folder / "test.csv",
             "--predict_out", tmp_path / f"out.{suffix}")  # fmt: skip
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["predicted"] for line in lines] == labels
     with open(tmp_path / "out.csv", newline="") as file:
         assert [row["predicted"] for row in csv.DictReader(file)] == list(map("|".join, labels))
-    run(transformer_test, "--checkpoint", folder / "run", "--export", tmp_path / "model.pt2")
+    run("texts", "--checkpoint", folder / "run", "--export", tmp_path / "model.pt2")
     more = {"metadata.json": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=more)
     assert "sigmoid" in json.loads(more["metadata.json"])["output"]
@@ -158,7 +156,7 @@ def write_digits(folder):
 
 def test_images_of_a_table_have_one_label_or_several(tmp_path):
     folder = write_digits(tmp_path / "digits")
-    console = run(resnet50_test, IMAGES, SEPARATED, "--data_dir", folder, "--out", tmp_path / "run")
+    console = run("images", IMAGES, SEPARATED, "--data_dir", folder, "--out", tmp_path / "run")
     bare = {part: (folder / f"{part}.csv").read_text().count(",\n") for part in ("test", "train")}
     assert f"a label: {bare['test']} of 32 in test, {bare['train']} of 96 in train" in console
     assert load(tmp_path / "run").predict([folder / "scans" / "0.png"], threshold=0) == [
@@ -168,9 +166,9 @@ def test_images_of_a_table_have_one_label_or_several(tmp_path):
     files = sorted((folder / "train").glob("*/*.png"))
     lines = [f"{file.relative_to(folder)},{file.parent.name}" for file in files[4:]]
     (folder / "train.csv").write_text("\n".join(["image,label", *lines]))
-    console = run(resnet50_test, IMAGES, "--data_dir", folder, "--out", tmp_path / "one")
+    console = run("images", IMAGES, "--data_dir", folder, "--out", tmp_path / "one")
     assert "28 training samples" in console, "the table decides what is in train/"
-    console = run(resnet50_test, "--resume", tmp_path / "one", SEPARATED, "--epochs 2", code=2)
+    console = run("images", "--resume", tmp_path / "one", SEPARATED, "--epochs 2", code=2)
     assert "the run was trained with one label a row" in console
 
 

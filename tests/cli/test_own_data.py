@@ -11,8 +11,6 @@ from PIL import Image
 
 import conftest
 import ranks
-import resnet50_test
-import transformer_test
 from cli import data as cli_data
 from conftest import SHORT, for_each, run, write, write_images
 from errors import InputError
@@ -224,24 +222,24 @@ def test_a_run_is_evaluated_and_classifies_by_its_own_columns_and_classes(tmp_pa
     write(folder, moved__csv="text,id,subject\nword 0,1,x\n")
     for out, flags in (("named", ""), ("numbered", "--text_column 2")):
         data = f"--label_column subject --data_dir {folder} --out {tmp_path}/{out} {flags}"
-        run(transformer_test, TEXTS, "--epochs 12 --dropout 0 --token_dropout 0", data)
+        run("texts", TEXTS, "--epochs 12 --dropout 0 --token_dropout 0", data)
         assert ranks.metrics(tmp_path / out)[-1]["test_accuracy"] == 1
         for file in ("test", "moved"):
             predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
-            assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
+            assert run("texts", predict).splitlines()[2].startswith("word 0: ")
     lacking = "".join(line + "\n" for line in table.splitlines() if not line.endswith("x"))
     other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
     for data, accuracies in ((folder, ["100.00"] * 3), (other, ["0.00", "100.00", "100.00"])):
         resume = f"--resume {tmp_path}/numbered --evaluate --data_dir {data}"
-        lines = run(transformer_test, resume).splitlines()
+        lines = run("texts", resume).splitlines()
         shown = dict(line.split()[:2] for line in lines[-5:-2])  # before all, and the scores
         assert shown == dict(zip("xyz", accuracies))
     table, new = table.replace("text,subject", "1,label"), "1\nword 0\n"
     folder = write(tmp_path / "unusual", train__csv=table, test__csv=table, new__csv=new)
     data = f"--data_dir {folder} --text_column 2 --epochs 1 --out {tmp_path}/opinions"
-    run(transformer_test, TEXTS, data)
+    run("texts", TEXTS, data)
     predict = f"--checkpoint {tmp_path}/opinions --predict {folder}/new.csv"
-    assert run(transformer_test, predict).splitlines()[2].startswith("word 0: ")
+    assert run("texts", predict).splitlines()[2].startswith("word 0: ")
 
 
 # -------------------------------------------------------------------- validation sets
@@ -257,9 +255,9 @@ def csv_folder(root, *parts: str):
     return write(root, **{f"{part}__csv": f"text,label\n{rows}" for part in parts})
 
 
-KINDS = [  # name, script, flags, and what writes data
-    ("texts", transformer_test, TEXTS, csv_folder),
-    ("images", resnet50_test, IMAGES, image_folder),
+KINDS = [  # script, flags, and what writes data
+    ("texts", TEXTS, csv_folder),
+    ("images", IMAGES, image_folder),
 ]
 
 
@@ -272,7 +270,7 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     refused("images", f"--data_dir {data}", "DEV and val are both there", IMAGES)
     data = image_folder(tmp_path / "mine", "Test", "Dev")  # which are no classes
     refused("images", f"--data_dir {data} --val_fraction 0.1", "mine/train is missing", IMAGES)
-    for name, _, base, make in KINDS:  # a broken link is not taken for a split that is not there
+    for name, base, make in KINDS:  # a broken link is not taken for a split that is not there
         data = make(tmp_path / name, "train", "val")
         (data / ("test" if name == "images" else "test.csv")).symlink_to("nowhere")
         refused(name, f"--data_dir {data}", "is a link to nothing", base)
@@ -280,16 +278,16 @@ def test_splits_are_found_by_several_names(tmp_path, refused):
     image_folder(data, "val", classes=("emu",))
     refused("images", f"--data_dir {data}", "more/val/emu: not one of the 2 classes", IMAGES)
     image_folder(data, "train", classes=("emu", "fox"))
-    console = run(resnet50_test, IMAGES, f"--data_dir {data} --out {tmp_path}/run")
+    console = run("images", IMAGES, f"--data_dir {data} --out {tmp_path}/run")
     assert "warning: the val split has no row of 1 of the 4 classes: fox" in console
 
 
 def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
     """It is what is measured where there is no test set."""
-    for name, script, base, make in KINDS:
+    for name, base, make in KINDS:
         data, out = make(tmp_path / name, "train", "val"), tmp_path / f"run-{name}"
         flags = f"--epochs 2 --bs 4 --val_fraction 0.1 --out {out}"
-        console = run(script, base, flags, "--data_dir", data)
+        console = run(name, base, flags, "--data_dir", data)
         assert "no training rows are held out" in console
         assert "on validation rows" in console
         assert "test accuracy" not in console
@@ -298,7 +296,7 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
         accuracies = [row["val_accuracy"] for row in rows]
         assert accuracies[best["epoch"] - 1] == max(accuracies)
         assert "test_accuracy" not in rows[0]
-        lines = run(script, base, f"--resume {out} --evaluate").splitlines()
+        lines = run(name, base, f"--resume {out} --evaluate").splitlines()
         assert "accuracy on the validation set, which also chose the best epoch" in lines
         assert f"{100 * rows[-1]['val_accuracy']:.2f} %" in lines[-1]
         data = make(tmp_path / f"without-{name}", "train", "test")
@@ -310,8 +308,8 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
 def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
     """Others with another seed; a folder of class folders is a training set as well."""
     seeds, held_out = [], cli_data.held_out_rows
-    unsplit = ("images", resnet50_test, IMAGES, lambda root, _: image_folder(root, "."))
-    for number, (name, script, base, make) in enumerate([*KINDS, unsplit]):
+    unsplit = ("images", IMAGES, lambda root, _: image_folder(root, "."))
+    for number, (name, base, make) in enumerate([*KINDS, unsplit]):
         data, out = make(tmp_path / str(number), "train"), tmp_path / f"run-{number}"
         assert "--val_fraction 0.1" in refused(name, f"--data_dir {data}", "is missing", base)
         names = "--val_fraction: 0.99 leaves no training rows of 2 of the 2 classes"
@@ -320,7 +318,7 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
             (data / ".ipynb_checkpoints").mkdir()  # which is no class
         with mock.patch.object(cli_data, "held_out_rows", side_effect=held_out) as record:
             flags = f"--data_dir {data} --val_fraction 0.25 --seed {number} --out {out}"
-            table = run(script, base, flags).splitlines()
+            table = run(name, base, flags).splitlines()
         seeds += [called.kwargs["seed"] for called in record.call_args_list]
         total = next(line.split()[-2:] for line in table if "all 2 classes" in line)
         assert total == (["18", "6"] if name == "texts" else ["8", "4"])
@@ -331,7 +329,7 @@ def test_rows_are_held_out_of_a_training_set_alone(tmp_path, refused):
                 next(new.glob("*/cat/01.*" if number else "*.csv")).rename(new / "away.txt")
                 if not number:
                     write(new, **{f"{part}__csv": "text,label\nb,ham\nc,ham\nd,spam\n"})
-                console = run(script, "", f"--checkpoint {out} --evaluate --data_dir {new}")
+                console = run(name, "", f"--checkpoint {out} --evaluate --data_dir {new}")
                 counts = re.findall(r"of (\d+)\n", console)
                 assert counts == (["5", "6"] if number else ["2", "1"]), console
                 assert "the run has trained on" not in console
@@ -416,7 +414,7 @@ def test_a_folder_of_images_is_classified_in_order(runs, tmp_path, capsys, refus
 
     def predict(*words: object) -> str:
         flags = ["--resume", runs["images"], "--predict", *words]
-        assert conftest.call(resnet50_test, list(map(str, flags))) == 0
+        assert conftest.call("images", list(map(str, flags))) == 0
         console = capsys.readouterr()
         assert console.err.startswith(f"weights of {runs['images']}/last.pt: epoch ")
         return console.out
@@ -458,7 +456,7 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     write(folder, a__txt="Stocks rise\nOil down\n", empty__txt=" \n", notes__md="no text")
     write(folder / ".ipynb_checkpoints", a__txt="An older version\n")
     resume = f"--resume {runs['texts']} --predict {folder}"
-    console = run(transformer_test, resume, "--predict_out", out)
+    console = run("texts", resume, "--predict_out", out)
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(row["name"], row["text"]) for row in rows] == [
         (f"{folder}/a.txt:1", "Stocks rise"),
@@ -467,18 +465,18 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
     ]
     assert "files of other types (1, such as notes.md), hidden files and folders (1" in console
     assert f"warning: {folder}/empty.txt: contains no text and is left out" in console
-    printed = run(transformer_test, resume).splitlines()[-3:]
+    printed = run("texts", resume).splitlines()[-3:]
     assert [line.split(":")[0] for line in printed] == [row["text"] for row in rows]
     write(folder, new__csv="id,text,label\n1,Stocks rise,\n2,,x\n", one__csv="text\nStocks rise\n")
     write(folder, new__jsonl='{"other": "Oil down"}\n', bare__tsv="1\tOil down\n")
     tables = f"--predict {folder}/new.csv {folder}/one.csv"
-    console = run(transformer_test, f"--resume {runs['texts']} {tables}")
+    console = run("texts", f"--resume {runs['texts']} {tables}")
     assert "column 3 (label), the text column 2 (text); left out: column 1 (id)" in console
     assert f"warning: {folder}/new.csv: 1 of 2 rows have no text" in console
     printed += console.splitlines()[-3:]
     for file, column in (("new.jsonl", "other"), ("bare.tsv", "2")):
         flags = f"--resume {runs['texts']} --predict {folder}/{file} --text_column {column}"
-        printed += run(transformer_test, flags).splitlines()[-1:]
+        printed += run("texts", flags).splitlines()[-1:]
     assert printed[3:] == [printed[0], printed[4], printed[0], printed[1], printed[1]]
     assert printed[4].startswith(": ")
     write(folder, list__json='["a text"]')
@@ -486,7 +484,7 @@ def test_the_lines_of_a_folder_and_the_rows_of_tables_are_classified(runs, tmp_p
         refused("texts", f"--resume {runs['texts']} --predict {folder}/{file}", names, "")
     column = 'text\nOil; down\n""\n"Stocks, rise"\n'  # as a library writes a single column
     write(folder, column__csv=column)
-    console = run(transformer_test, f"--resume {runs['texts']} --predict {folder}/column.csv")
+    console = run("texts", f"--resume {runs['texts']} --predict {folder}/column.csv")
     assert "1 of 3 rows have no text" in console
     shown = [line.split(":")[0] for line in console.splitlines()[-3:]]
     assert shown == ["Oil; down", "", "Stocks, rise"]

@@ -9,9 +9,8 @@ import torch
 
 import ranks
 import resnet50_test
-import transformer_test
 from cli import options
-from conftest import SHORT, for_each, run, write_images
+from conftest import SHORT, for_each, parser, run, write_images
 from optimizer_cases import assert_same
 from package.api import fit
 from training import checkpoint
@@ -92,25 +91,25 @@ def parts(here, monkeypatch):
 
 def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     more = f"{OPTIMIZER} --epochs 2 --ema 0.9 --accumulate 2 --micro_bs 8 --keep 9"
-    run(resnet50_test, OWN, more, "--out whole")
+    run("images", OWN, more, "--out whole")
     trained = checkpoint.load(parts / "whole")
     assert trained.state["model"]["0.weight"].shape == (8, 1, 3, 3), "width, and grey images"
     assert trained.state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
-    run(resnet50_test, "--resume whole/last-1.pt --out resumed")
+    run("images", "--resume whole/last-1.pt --out resumed")
     ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
     with open(parts / "my_parts.py", "a") as file:
         file.write("# another version\n")
     sys.modules.pop("my_parts")
-    console = run(resnet50_test, "--resume whole/last-1.pt --out changed")
+    console = run("images", "--resume whole/last-1.pt --out changed")
     assert re.search(r"own_code my_parts=(\w{7}) \(was my_parts=(?!\1)\w{7}\)", console)
 
     row = ranks.metrics(parts / "whole")[-1]
-    console = run(resnet50_test, "--checkpoint whole --evaluate")
+    console = run("images", "--checkpoint whole --evaluate")
     assert f"all  {100 * row['test_accuracy']:6.2f} %" in console
-    run(resnet50_test, "--checkpoint whole --export model.safetensors")
-    run(resnet50_test, OWN, "--weights model.safetensors --freeze --lr 0.01 --out frozen")
+    run("images", "--checkpoint whole --export model.safetensors")
+    run("images", OWN, "--weights model.safetensors --freeze --lr 0.01 --out frozen")
     assert_same(ranks.weights(parts / "frozen")["0.weight"], trained.weights["0.weight"])
-    run(resnet50_test, OWN, "--weights whole --model_args width=4 --out other", code=2)
+    run("images", OWN, "--weights whole --model_args width=4 --out other", code=2)
 
     write_images(parts / "photos", "ab", rows=4, size=8)
     flags = {"epochs": 1, "bs": 4, "image_size": 8, "arch": "my_parts:build", "out": "photos/run"}
@@ -137,25 +136,25 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
 
 def test_what_torch_does_not_read_back_is_left_out_of_a_checkpoint(parts):
     words = f"{OWN} --lr 0.1 --epochs 2 --keep 9"
-    run(resnet50_test, words, "--optimizer wrong:ObjectsInSettings --out whole")
-    run(resnet50_test, "--resume whole/last-1.pt --out resumed")
+    run("images", words, "--optimizer wrong:ObjectsInSettings --out whole")
+    run("images", "--resume whole/last-1.pt --out resumed")
     ranks.same_run(parts / "whole", parts / "resumed", files=["last"])
     for name, more in (("one", ""), ("local", "--sync local --local_steps 2")):
-        console = run(resnet50_test, words, "--optimizer wrong:ObjectsInState --out", name, more)
+        console = run("images", words, "--optimizer wrong:ObjectsInState --out", name, more)
         assert "warning: the state of ObjectsInState holds objects" in console
-        console = run(resnet50_test, f"--resume {name}/last-1.pt --out again", code=2)
+        console = run("images", f"--resume {name}/last-1.pt --out again", code=2)
         assert "lacks the state of ObjectsInState" in console
-        assert "all  " in run(resnet50_test, f"--checkpoint {name} --evaluate")
+        assert "all  " in run("images", f"--checkpoint {name} --evaluate")
 
 
 def test_texts_and_several_ranks_take_own_parts(parts):
     words = f"--dataset headlines --subset 0.2 {SHORT} --model_args width=4"
-    run(transformer_test, words, "--arch texts:Bag --out bag")
+    run("texts", words, "--arch texts:Bag --out bag")
     assert load("bag").predict(["Stocks rise"])[0] in load("bag").classes
-    run(transformer_test, words, "--arch texts:Mixed --mixup mixup --out mixed")
-    parser = transformer_test.parser()
-    older = {**parser.defaults(), "arch": "hf:x", "model_args": {"width": 8}}
-    assert options.restored_flags(older, parser)["model_args"] == {}, "they were kept and not used"
+    run("texts", words, "--arch texts:Mixed --mixup mixup --out mixed")
+    texts = parser("texts")
+    older = {**texts.defaults(), "arch": "hf:x", "model_args": {"width": 8}}
+    assert options.restored_flags(older, texts)["model_args"] == {}, "they were kept and not used"
     for name, more in (("ddp", OPTIMIZER), ("fsdp", "--optimizer sgd --lr 0.1 --parallel fsdp")):
         ranks.run(f"resnet50_test.py {OWN} {more} --bs 16 --out {name}", parts, 2)
         assert ranks.weights(parts / name)["0.weight"].shape == (8, 1, 3, 3)

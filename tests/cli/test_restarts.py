@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import resnet50_test
 from cli import options
+from conftest import parser
 from distributed.worker import launcher_id
 from errors import InputError
 from training.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def delete_checkpoints(folder: Path) -> None:
 
 def parse(*words: object) -> tuple[str | None, str | None]:
     """The run folder of these flags, and the checkpoint that the run goes on from."""
-    args, found = options.parse(resnet50_test.parser(), "resnet50_test", [*SMALL, *map(str, words)])
+    args, found = options.parse(parser("images"), "resnet50_test", [*SMALL, *map(str, words)])
     return args.out, found and str(found.file)
 
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import ranks
-import resnet50_test
-import transformer_test
 from cli import factory
 from cli.data import choose_rows
-from conftest import SHORT, for_each, parsed, run, write, write_images
+from conftest import SHORT, for_each, parsed, parser, run, write, write_images
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import read_image_splits
 
@@ -39,7 +37,7 @@ def test_rows_that_the_run_has_trained_on_are_warned_of_where_others_are_held_ou
         (0.1, {"--val_fraction": (0.2, 0.1), "--seed": (0, 1)}, True),
         (0.0, {"--seed": (0, 1)}, False),
     ):
-        settings = parsed(transformer_test, f"--dataset headlines --val_fraction {share}")
+        settings = parsed("texts", f"--dataset headlines --val_fraction {share}")
         chosen = choose_rows(settings, splits, classes, redrawn=redrawn)
         assert any("has trained on" in line for line in chosen.lines) == is_warned, redrawn
         held_out = len(chosen.splits["val"].labels) if share else 0
@@ -47,9 +45,7 @@ def test_rows_that_the_run_has_trained_on_are_warned_of_where_others_are_held_ou
 
 
 def test_a_mixing_policy_learns_from_a_few_rows_of_each_class():
-    settings = parsed(
-        transformer_test, "--dataset headlines --mixup meta --mixup_args held_out=0.1"
-    )
+    settings = parsed("texts", "--dataset headlines --mixup meta --mixup_args held_out=0.1")
     chosen = choose_rows(settings, {"train": Split([0, 1] * 20), "test": Split([0])}, ["a", "b"])
     assert sorted(chosen.splits["held_out"].labels) == [0, 0, 1, 1]
 
@@ -61,14 +57,14 @@ def test_an_image_is_the_same_in_every_epoch_only_where_nothing_changes_it():
         ("--random_erasing 0.1", False),
         ("--augment trivial", False),
     ):
-        assert parsed(resnet50_test, same, more).repeats_samples == expected
-    assert not parsed(resnet50_test, same, "--augment_args small_epochs=1").repeats_samples
+        assert parsed("images", same, more).repeats_samples == expected
+    assert not parsed("images", same, "--augment_args small_epochs=1").repeats_samples
 
 
 def held_out(flags: str, labels: list[int], groups: list[str]) -> list[int]:
     """The rows that are held out of a training set; all others are trained on."""
     splits = {"train": Split(labels, groups=lambda: groups), "test": Split([0, 1])}
-    chosen = choose_rows(parsed(transformer_test, "--dataset csv", flags), splits, ["a", "b"])
+    chosen = choose_rows(parsed("texts", "--dataset csv", flags), splits, ["a", "b"])
     val, train = (chosen.splits[name].rows for name in ("val", "train"))
     if "--subset" not in flags:
         assert sorted([*val, *train]) == list(range(len(labels)))
@@ -93,7 +89,7 @@ def test_folds_part_the_rows_alike_for_every_seed_and_keep_groups_and_classes():
             assert {*part} < {*range(60)}
     splits = {"train": Split(labels), "test": Split([0, 1])}
     whole = set(held_out("--fold 2/5", labels, []))
-    settings = parsed(transformer_test, "--dataset csv --fold 2/5 --subset 0.5 --seed 7")
+    settings = parsed("texts", "--dataset csv --fold 2/5 --subset 0.5 --seed 7")
     chosen = choose_rows(settings, splits, ["a", "b"]).splits
     assert {*chosen["val"].rows} < whole
     assert not {*chosen["train"].rows} & whole
@@ -118,27 +114,23 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
         write(tmp_path / name, train__csv="\n".join(["text,label,source", *rows, ""]))
     out = tmp_path / "run"
     flags = f"{TEXTS} --group_column source --data_dir {tmp_path}"
-    console = run(
-        transformer_test, f"{flags}/several --label_separator | --fold 5/5 --out {out}-of-several"
-    )
+    console = run("texts", f"{flags}/several --label_separator | --fold 5/5 --out {out}-of-several")
     assert "rows without a label: 24 of 72 in train, 6 of 18 in val" in console
-    given = transformer_test.parser().given(["--label_separator", " "])
+    given = parser("texts").given(["--label_separator", " "])
     assert given == {"label_separator": " "}
-    console = run(
-        transformer_test, re.sub(r"--bs \d+", "", f"{flags}/texts --fold 2/5 --out {out}")
-    )
+    console = run("texts", re.sub(r"--bs \d+", "", f"{flags}/texts --fold 2/5 --out {out}"))
     assert re.search(r"all 2 classes +72 +18", console)
     assert "batches of 36, as there are 72 training samples" in console
     first = ranks.metrics(out)[0]["val_loss"]
-    resumed = run(transformer_test, f"--resume {out} --epochs 2 --seed 5")
+    resumed = run("texts", f"--resume {out} --epochs 2 --seed 5")
     assert "warning" not in resumed, "the fold is the same with another seed"
-    console = run(transformer_test, f"--checkpoint {out} --evaluate")
+    console = run("texts", f"--checkpoint {out} --evaluate")
     assert "also chose the best epoch" in console
     assert first != ranks.metrics(out)[1]["val_loss"]
     # of fewer rows than folds, and without the column
     rows = "text,label\nmine,a\nyours,b\n"
     newer = write(tmp_path / "newer", train__csv=rows, test__csv=rows)
-    console = run(transformer_test, f"--checkpoint {out} --evaluate --data_dir {newer}")
+    console = run("texts", f"--checkpoint {out} --evaluate --data_dir {newer}")
     assert console.count("of 1\n") == 2
     images = write_images(tmp_path / "images", ["x/p", "x/q", "y/p", "y/q"], rows=3, size=8)
     shutil.rmtree(images / "test")
@@ -147,7 +139,7 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
     assert splits["train"].groups() == ["p"] * 3 + ["q"] * 3 + ["p"] * 3 + ["q"] * 3
     base = f"--dataset folder --arch resnet8 --image_size 8 --workers 1 {SHORT} --bs 4"
     flags = f"--group_column folder --data_dir {images} --val_fraction 0.5 --out {tmp_path}/run2"
-    assert re.search(r"all 2 classes +6 +6", run(resnet50_test, base, flags))
+    assert re.search(r"all 2 classes +6 +6", run("images", base, flags))
 
 
 def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
@@ -157,9 +149,9 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
     write(tmp_path / "val", train__csv=rows, val__csv=rows)
     images = write_images(tmp_path / "images", ["x", "y"], rows=3, size=8)
     deeper = write_images(tmp_path / "deeper", ["x/p", "y/p"], rows=3, size=8)
-    run(transformer_test, TEXTS, f"--data_dir {tmp_path}/val --out {tmp_path}/run")
+    run("texts", TEXTS, f"--data_dir {tmp_path}/val --out {tmp_path}/run")
     clean = write(tmp_path / "clean", train__csv=rows, test__csv=rows)
-    run(transformer_test, TEXTS, f"--data_dir {clean} --fold 1/3 --out {tmp_path}/folded")
+    run("texts", TEXTS, f"--data_dir {clean} --fold 1/3 --out {tmp_path}/folded")
     mine = f"--data_dir {tmp_path}/mine"
     cases = [
         (f"{mine} --fold 6/5", "--fold: must be as 2/5"),
@@ -190,11 +182,11 @@ def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
         data = SimpleNamespace(train=range(rows))
         return factory.with_batch_size(settings, run, data).batch_size
 
-    few = [batch(resnet50_test, rows) for rows in (3, 20, 500, 1437, 4096, 50_000)]
+    few = [batch("images", rows) for rows in (3, 20, 500, 1437, 4096, 50_000)]
     assert few == [3, 8, 16, 45, 128, 128]
-    assert [batch(resnet50_test, 60, ranks) for ranks in (2, 16, 80)] == [8, 3, 1]
-    assert batch(resnet50_test, 2000, 2, "--accumulate 2") == 16
-    assert batch(resnet50_test, 2000, flags="--dynamic_batch increase --batch_args min=128") == 128
-    assert [batch(transformer_test, rows) for rows in (72, 280, 1500)] == [36, 128, 128]
-    assert batch(resnet50_test, 500, flags="--bs 128") == 128
-    assert batch(resnet50_test, 600, 8, "--bs 128", resumed=True) == 8
+    assert [batch("images", 60, ranks) for ranks in (2, 16, 80)] == [8, 3, 1]
+    assert batch("images", 2000, 2, "--accumulate 2") == 16
+    assert batch("images", 2000, flags="--dynamic_batch increase --batch_args min=128") == 128
+    assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 128, 128]
+    assert batch("images", 500, flags="--bs 128") == 128
+    assert batch("images", 600, 8, "--bs 128", resumed=True) == 8

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import resnet50_test
 from conftest import run, write
 from errors import InputError
 from training.run_folder import LOCK_FILE, latest_run, lock_run_folder, make_run_folder
@@ -67,12 +66,12 @@ def test_the_lock_ends_with_the_process_though_its_children_live_on(tmp_path):
 def test_a_resume_that_is_refused_changes_no_file(here):
     """Another process has the folder, or the checkpoint does not fit the flags."""
     folder = here / "run"
-    run(resnet50_test, FLAGS, "--out run")
+    run("images", FLAGS, "--out run")
     before, resume = contents(folder), "--resume run --epochs 3"
     with held_lock(folder):
-        console = run(resnet50_test, resume, code=2)
+        console = run("images", resume, code=2)
     assert "another process is writing" in console.splitlines()[-1]
-    console = run(resnet50_test, resume, "--arch resnet20 --lr 7", code=2)
+    console = run("images", resume, "--arch resnet20 --lr 7", code=2)
     assert "does not fit" in console.splitlines()[-1]
     assert contents(folder) == before
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ranks
-import resnet50_test
 from conftest import for_each, run
 from figures.run_logs import read_run
 from training import checkpoint, evaluation
@@ -21,7 +20,7 @@ from training.run_log import RunLog
 # A learning rate that is multiplied by 30 before the last epoch makes the last epoch a bad one.
 WORSE_AT_THE_END = """--dataset digits --arch resnet8 --bs 64 --lr 0.1 --lr_schedule step
     --step_size 2 --gamma 30 --epochs 3 --threads 1"""
-resnet = functools.partial(run, resnet50_test)
+resnet = functools.partial(run, "images")
 
 
 @pytest.fixture(scope="module")

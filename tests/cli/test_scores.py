@@ -11,8 +11,6 @@ import torch
 from sklearn import metrics
 from torch.nn import functional as F
 
-import resnet50_test
-import transformer_test
 from conftest import SHORT, run, write_images
 from figures.report import render
 from figures.run_logs import read_run
@@ -40,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     words = f"{TEXTS} --best_by auroc --data_dir {folder} --out {folder / 'run'}"
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        return folder, run(transformer_test, words)
+        return folder, run("texts", words)
 
 
 def rows_of(folder, part: str, classifier: Classifier) -> tuple[list[str], np.ndarray]:
@@ -84,9 +82,7 @@ def test_the_figures_are_those_of_scikit_learn_for_the_probabilities_of_load(tra
     assert row["test_auroc"] == found["auroc"]
     line = describe_scores(result["scores"])
     assert f"{LINE}{line}" in console
-    assert f"probabilities: {line}" in run(
-        transformer_test, "--evaluate --checkpoint", folder / "run"
-    )
+    assert f"probabilities: {line}" in run("texts", "--evaluate --checkpoint", folder / "run")
     losses = -np.log(p[range(len(p)), labels])
     worst = np.argsort(-losses)[:12]
     assert [each["row"] - 1 for each in result["worst"]] == worst.tolist()
@@ -111,7 +107,7 @@ def test_the_temperature_is_that_of_the_validation_rows_and_moves_no_prediction(
     assert not 0.98 < best < 1.02
     assert torch.equal(classifier.probabilities(texts).argmax(1), logits.argmax(1))
     file = tmp_path / "model.pt2"
-    run(transformer_test, "--checkpoint", folder / "run" / "best.pt", "--export", file)
+    run("texts", "--checkpoint", folder / "run" / "best.pt", "--export", file)
     program = torch.export.load(file).module()
     inputs = classifier.prepare(texts[:2])
     torch.testing.assert_close(program(inputs).softmax(1), classifier.probabilities(texts[:2]))
@@ -125,7 +121,7 @@ def test_the_temperature_is_that_of_the_validation_rows_and_moves_no_prediction(
 def test_without_validation_rows_nothing_is_fitted_and_a_report_shows_the_worst_images(tmp_path):
     folder = write_images(tmp_path / "<b>noise", ["cat", "dog"], rows=8, size=120)
     words = f"--dataset folder --arch resnet8 {SHORT} --bs 8 --image_size 112 --workers 0"
-    console = run(resnet50_test, words, "--data_dir", folder, "--out", tmp_path / "run")
+    console = run("images", words, "--data_dir", folder, "--out", tmp_path / "run")
     [line] = [each for each in console.splitlines() if each.startswith(LINE)]
     assert "AUROC" in line
     assert "temperature" not in line
@@ -154,4 +150,4 @@ def test_figures_that_do_not_exist_are_left_out(refused, tmp_path, monkeypatch):
     words = f"--dataset folder --arch resnet8 {SHORT} --image_size 8 --workers 0 --no-baseline"
     words += f" --data_dir {folder} --out {tmp_path / 'run'}"
     refused("images", "--best_by auroc", "left out beyond 1,000 classes", words)
-    assert f"{LINE}{scores.TOO_MANY}" in run(resnet50_test, words)
+    assert f"{LINE}{scores.TOO_MANY}" in run("images", words)

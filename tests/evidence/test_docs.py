@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
-import resnet50_test
-import transformer_test
 from cli.foreign_names import FOREIGN
+from conftest import parser
 from figures import flags_page
 from package.assemble import assemble
 from tuning.compare import compare_parser
@@ -50,7 +49,7 @@ def test_what_a_page_links_to_is_there():
 
 
 def test_the_flags_that_a_page_names_are_known():
-    parsers = [resnet50_test.parser(), transformer_test.parser(), compare_parser(), sweep_parser()]
+    parsers = [parser("images"), parser("texts"), compare_parser(), sweep_parser()]
     known = {*TOOL_FLAGS.split(), *FOREIGN}.union(*(parser.names() for parser in parsers))
     for page in PAGES:
         named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", page.read_text())

@@ -19,13 +19,12 @@ import yaml
 
 import errors
 import ranks
-import resnet50_test
-import transformer_test
 from backends import machine
 from benchmarks import airbench, plain_training, train_peer
 from cli import options
 from cli.flag_parser import flat as flat_flags
 from cli.foreign_names import FOREIGN
+from conftest import FILES
 from errors import InputError
 from figures import draw, experiments, methods, pictures, run_logs
 from mixup import FORMER_KINDS
@@ -33,7 +32,6 @@ from mixup import FORMER_KINDS
 ROOT = ranks.ROOT
 
 PEERS = {"benchmarks.airbench": airbench, "benchmarks.plain_training": plain_training}
-SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PLANS = [experiments.read_plan(experiments.PLAN, name, run_logs.LOGS) for name in ("cpu", "gpu")]
 PLANNED = [run for plan in PLANS for run in plan]
 # No axis of theirs is longer than 64, so that every --ngd_rank from 32 on is the same; 80 was the
@@ -51,8 +49,8 @@ def flags_of(run: experiments.PlannedRun, logs: Path):
         return PEERS[name].parser().parse_args(arguments[arguments.index(name) + 1 :])
     if "benchmarks.train_peer" in arguments:
         return train_peer.parse(arguments[arguments.index("benchmarks.train_peer") + 1 :]).settings
-    name = next(argument for argument in arguments if argument in SCRIPTS)
-    script, arguments = SCRIPTS[name], arguments[arguments.index(name) + 1 :]
+    name = next(argument for argument in arguments if argument in FILES)
+    script, arguments = FILES[name], arguments[arguments.index(name) + 1 :]
     return options.parse(script.parser(), script.SCRIPT, arguments)[0]
 
 

@@ -10,7 +10,6 @@ import torch
 
 import conftest
 import ranks
-import resnet50_test
 from conftest import each_of
 from training import tracking
 from training.run_log import RunLog
@@ -49,7 +48,7 @@ def sent(library: mock.Mock) -> list:
 
 
 def train(folder: Path, *flags: str) -> int:
-    return conftest.call(resnet50_test, [*DIGITS, *flags, "--out", str(folder)])
+    return conftest.call("images", [*DIGITS, *flags, "--out", str(folder)])
 
 
 def log_rows(folder: Path, name: str, rows: list, known: int, is_main: bool = True) -> None:
@@ -105,7 +104,7 @@ def test_a_resumed_run_does_not_take_the_tracker_from_its_checkpoint(here, monke
     assert train(here / "run", "--track", "wandb", "--epochs", "1") == 0
     for more in ([], ["--track", "wandb"]):
         resumed = ["--resume", "run", "--epochs", str(2 + len(more)), *more]
-        assert conftest.call(resnet50_test, resumed) == 0
+        assert conftest.call("images", resumed) == 0
         assert (library.init.call_count > 1) == bool(more)
     assert [values["epoch"] for _, values in sent(library)] == [1, 3, 4]
 

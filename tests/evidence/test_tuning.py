@@ -23,8 +23,6 @@ import yaml
 import conftest
 import errors
 import ranks
-import resnet50_test
-import transformer_test
 from cli import options
 from conftest import each_of, for_each
 from distributed.worker import SWEEP
@@ -293,7 +291,7 @@ def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, caps
         assert ("--val_fraction" in arguments) == (split == "train")
         assert (str(tmp_path / "run-train") in arguments) == (split == "test")
         arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
-        assert conftest.call(transformer_test, arguments) == 0, capsys.readouterr().err
+        assert conftest.call("texts", arguments) == 0, capsys.readouterr().err
 
 
 SCALED = {"lr_scaling": "sqrt", "base_bs": 96}
@@ -316,7 +314,7 @@ def test_a_recipe_holds_what_the_best_trial_had(flags, params, nproc, expected, 
     (here / "given.yaml").write_text("nesterov: true\narch: resnet20\n")
     config = written(["resnet50_test.py", *flags.split()], params, here, nproc)
     assert yaml.safe_load((config.out / "recipe.yaml").read_text()) == params | expected
-    parser = resnet50_test.parser()
+    parser = conftest.parser("images")
     given = options.recipe_arguments(str(config.out / "recipe.yaml"), parser)
     changed = {"recipe": None, "subset": 1.0, "lr_scaling": "none", "base_bs": 128}
     changed |= {name: value for name, value in expected.items() if name in changed}
@@ -435,7 +433,7 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     for name in ("verdict.png", "report.html", "recipe.yaml"):
         assert (tmp_path / "sweep" / name).stat().st_size
     (command,) = (line for line in out.splitlines() if "--recipe" in line)
-    options.parse(resnet50_test.parser(), "resnet50_test", shlex.split(command)[2:])
+    conftest.parsed("images", *shlex.split(command)[2:])
     first_row, *_, last_row = ranks.metrics(full / "0000")
     assert "val_accuracy" not in last_row
     assert first_row["test_accuracy"] is None, "the test set is looked at once"

@@ -7,14 +7,11 @@ import subprocess
 from pathlib import Path
 
 import ranks
-import resnet50_test
-import transformer_test
 import tuning.compare
 import tuning.race
 from cli import options
-from conftest import run
+from conftest import FILES, run
 
-SCRIPTS = {"resnet50_test.py": resnet50_test, "transformer_test.py": transformer_test}
 PYTHON = ".venv/bin/python"
 RECORD = "#!/usr/bin/env bash\nprintf '%q ' \"$@\" >>calls.txt\necho >>calls.txt\n"
 
@@ -33,8 +30,8 @@ def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
     lines = (folder / "calls.txt").read_text().splitlines()
     calls, flags = [shlex.split(line) for line in lines], {}
     for name, *words in calls:
-        if name in SCRIPTS and "--out" in words:
-            script = SCRIPTS[name]
+        if name in FILES and "--out" in words:
+            script = FILES[name]
             found = vars(options.parse(script.parser(), script.SCRIPT, words)[0])
             flags[Path(found["out"]).name] = found
     assert list(flags) == ["whole", "killed", "headlines"]
@@ -48,6 +45,6 @@ def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
     assert [arm.name for arm in configs[0].arms] == ["sgd", "ngd"]
     monkeypatch.chdir(tmp_path)
     headlines = next(words for name, *words in calls if name == "transformer_test.py")
-    run(transformer_test, *headlines[:-2], "--out run")
+    run("texts", *headlines[:-2], "--out run")
     accuracies = [row["test_accuracy"] for row in ranks.metrics(tmp_path / "run")]
     assert accuracies[0] + 0.3 < accuracies[3] + 0.1 < accuracies[-1]

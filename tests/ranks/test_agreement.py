@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import ranks
-import resnet50_test
 from conftest import for_each, run, write_images
 from distributed import agreement
 from distributed.world import World
@@ -64,7 +63,7 @@ def add_flags_on_rank_1(flags: list[str]) -> None:
 
 
 def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
-    run(resnet50_test, FLAGS, "--out", tmp_path / "done")
+    run("images", FLAGS, "--out", tmp_path / "done")
     images = "--dataset folder --arch resnet8 --bs 4 --epochs 1 --threads 1 --data_dir"
     fp16 = "--precision fp16"
     one, other = (str(write_images(tmp_path / f"images-{n}", "ab", rows=n, size=8)) for n in (8, 7))
@@ -99,19 +98,19 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
 def test_a_resume_with_other_data_is_reported_or_refused(here):
     data = write_images(here / "data", "ab", rows=8, size=8)
     flags = "--dataset folder --arch resnet8 --bs 4 --threads 1 --data_dir data --out run"
-    run(resnet50_test, flags, "--epochs 1 --val_fraction 0.25 --no-test")
+    run("images", flags, "--epochs 1 --val_fraction 0.25 --no-test")
     first = data / "train" / "a" / "00.png"
     other = first.rename(first.with_name("other.png"))
-    console = run(resnet50_test, "--checkpoint run --evaluate --data_dir data")
+    console = run("images", "--checkpoint run --evaluate --data_dir data")
     assert "the train split has 16 rows with other labels or files" in console
     other.unlink()
     for words, what in (
         ("--checkpoint run --evaluate", "may have trained on some of the rows that are evaluated"),
         ("--resume run --epochs 2", "has trained on some of the rows now held out"),
     ):
-        console = run(resnet50_test, words, "--data_dir data")
+        console = run("images", words, "--data_dir data")
         assert "not that of the checkpoint's run: the train split has 15 rows and had 16" in console
         assert f"the data changed: the run {what}" in console
     shutil.rmtree(data)
-    console = run(resnet50_test, "--resume run --dataset digits", code=2)
+    console = run("images", "--resume run --dataset digits", code=2)
     assert "trained on other classes" in console

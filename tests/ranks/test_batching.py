@@ -328,7 +328,7 @@ def test_the_flags_choose_the_sizes_and_rates(words, sizes, rates, here):
     flags = "--dataset digits --arch resnet8 --subset 0.4 --bs 64 --lr 0.1 --epochs 3 --threads 1"
     flags = f"{flags} --warmup 0 --lr_schedule constant --dynamic_batch {words}"
     out = here / words.split()[-1]
-    run(resnet50_test, flags, "--out", out)
+    run("images", flags, "--out", out)
     rows = ranks.metrics(out)
     assert [row["batch_size"] for row in rows] == sizes
     assert [row["lr"] for row in rows] == pytest.approx(rates)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import ranks
-import resnet50_test
 from conftest import each_of, for_each, run
 from figures import report
 from optimizer_cases import assert_same
@@ -20,8 +19,8 @@ FLAGS = f"{DIGITS} --epochs 5 --lr 0.05 --seed 3"
 
 @pytest.mark.process
 def test_evaluating_less_often_changes_no_weight(here):
-    run(resnet50_test, FLAGS, "--out each")
-    console = run(resnet50_test, FLAGS, "--eval_every 2 --out second")
+    run("images", FLAGS, "--out each")
+    console = run("images", FLAGS, "--eval_every 2 --out second")
     each, second = ranks.metrics(here / "each"), ranks.metrics(here / "second")
     assert [is_evaluated(row) for row in each] == [True] * 5
     assert [is_evaluated(row) for row in second] == [False, True, False, True, True]
@@ -38,7 +37,7 @@ def test_evaluating_less_often_changes_no_weight(here):
 
 @pytest.mark.process
 def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, monkeypatch):
-    whole = run(resnet50_test, FLAGS, "--eval_every 9 --out whole")
+    whole = run("images", FLAGS, "--eval_every 9 --out whole")
     assert "(the only epoch that was evaluated)" in whole
 
     def stop_after_the_second(log, rows):
@@ -49,10 +48,10 @@ def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, mo
     original = RunLog.epoch
     with monkeypatch.context() as patch:
         patch.setattr(RunLog, "epoch", stop_after_the_second)
-        run(resnet50_test, FLAGS, "--eval_every 9 --out cut", code=130)
+        run("images", FLAGS, "--eval_every 9 --out cut", code=130)
     assert not any(map(is_evaluated, ranks.metrics(here / "cut")))
     report.main(["cut", "--out", "cut.html"])
-    run(resnet50_test, "--resume cut")
+    run("images", "--resume cut")
     ranks.same_run(here / "whole", here / "cut")
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ranks
-import transformer_test
 from cli import factory, text_classification
 from conftest import parsed
 from errors import InputError
@@ -60,8 +59,8 @@ def memory_seen():
 
 def load(world, folder: Path) -> None:
     """Load the data as the script does; write the peak of memory and what was loaded."""
-    args = parsed(transformer_test, WORDS, "--no-baseline --data_dir", folder)
-    run = factory.create_run(args, transformer_test.SCRIPT, world)
+    args = parsed("texts", WORDS, "--no-baseline --data_dir", folder)
+    run = factory.create_run(args, "transformer_test", world)
     if world.local_rank:
         text_datasets.read_text_splits = None  # the first process of the node reads for all
     with memory_seen() as memory:

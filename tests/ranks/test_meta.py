@@ -7,8 +7,6 @@ import torch
 
 import mixup
 import ranks
-import resnet50_test
-import transformer_test
 from conftest import call, each_of
 from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix, least_share, wrong_labels
@@ -184,10 +182,10 @@ def test_all_ranks_learn_one_policy():
 @each_of("wrong", [False, True])
 def test_a_run_stops_mixing_and_takes_its_held_out_rows_unless_labels_are_wrong(tmp_path, wrong):
     for script, words in (
-        (resnet50_test, "--dataset digits --arch resnet8 --subset 0.5 --bs 64 --ngd"),
-        (transformer_test, "--dataset headlines --bs 16 --width 32"),
+        ("images", "--dataset digits --arch resnet8 --subset 0.5 --bs 64 --ngd"),
+        ("texts", "--dataset headlines --bs 16 --width 32"),
     ):
-        run = tmp_path / f"{script.SCRIPT}{wrong}"
+        run = tmp_path / f"{script}{wrong}"
         words = f"{words} --meta_learning --epochs 3 --threads 1 --out {run}"
         with mock.patch.object(mixup, "wrong_labels", return_value=(0.4 * wrong, 100, 0.5)):
             assert call(script, words.split()) == 0

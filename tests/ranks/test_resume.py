@@ -11,7 +11,6 @@ import torch
 
 import conftest
 import ranks
-import resnet50_test
 from conftest import for_each
 from test_checkpoint import flip
 from training import atomic_file, checkpoint
@@ -180,7 +179,7 @@ KEPT = "--dataset digits --arch resnet8 --bs 64 --lr 0.02 --epochs 3 --threads 1
 def finished_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three epochs that kept three checkpoints; tests take copies of it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    conftest.run(resnet50_test, KEPT, "--keep 3 --out", folder)
+    conftest.run("images", KEPT, "--keep 3 --out", folder)
     return folder
 
 
@@ -190,7 +189,7 @@ def copied(finished_alone: Path, here: Path) -> Path:
 
 
 def test_an_older_checkpoint_can_be_named_only_where_newer_ones_are_damaged(finished_alone, copied):
-    resume = functools.partial(conftest.run, resnet50_test, f"--resume {copied}/last-2.pt")
+    resume = functools.partial(conftest.run, "images", f"--resume {copied}/last-2.pt")
     assert "gone on to step 69 (last.pt)" in resume(code=2)
     flip(copied / "last.pt")
     assert "gone on to step 46 (last-1.pt)" in resume(code=2)
@@ -203,17 +202,17 @@ def test_an_older_checkpoint_can_be_named_only_where_newer_ones_are_damaged(fini
 def test_only_a_run_that_trains_there_changes_the_damaged_folder(finished_alone, copied):
     flip(copied / "last.pt")
     before = {path.name: path.read_bytes() for path in copied.glob("*.pt")}
-    console = conftest.run(resnet50_test, "--checkpoint last --evaluate")
+    console = conftest.run("images", "--checkpoint last --evaluate")
     assert f"warning: {copied}/last.pt is damaged" in console
     assert f"weights of {copied}/last-1.pt: epoch 2" in console
-    conftest.run(resnet50_test, "--resume", copied, "--out other")
+    conftest.run("images", "--resume", copied, "--out other")
     ranks.same_run(finished_alone, Path("other"))
     assert {path.name: path.read_bytes() for path in copied.glob("*.pt")} == before
 
 
 def test_a_best_checkpoint_that_the_run_has_yet_to_reach_is_not_its_best(copied):
     flip(copied / "last.pt")
-    console = conftest.run(resnet50_test, "--resume", copied, "--lr 1e-9")
+    console = conftest.run("images", "--resume", copied, "--lr 1e-9")
     assert f"best.pt of epoch 2 is not in {copied}: the best epoch is chosen" in console
     best, last = (checkpoint.load(copied / f"{name}.pt").progress for name in ("best", "last"))
     assert best["best"] == last["best"]

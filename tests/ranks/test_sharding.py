@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ranks
-import transformer_test
 from conftest import run
 from distributed import comm_hooks, fsdp
 from distributed.world import World
@@ -195,6 +194,6 @@ def test_inference_reads_shards_and_another_optimizer_is_refused(tmp_path, refus
         --width 32 --vocab_size 800 --threads 1 --parallel fsdp --precision fp32 --out run"""
     ranks.run(words, tmp_path, 2)
     accuracy = ranks.metrics(tmp_path / "run")[-1]["test_accuracy"]
-    assert f"{100 * accuracy:.2f} %" in run(transformer_test, "--resume run --evaluate")
-    run(transformer_test, "--resume run/best.pt --export model.safetensors")
+    assert f"{100 * accuracy:.2f} %" in run("texts", "--resume run --evaluate")
+    run("texts", "--resume run/best.pt --export model.safetensors")
     refused("texts", "--resume run --epochs 3 --optimizer sgd", "not SGD", "")

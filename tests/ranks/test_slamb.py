@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ranks
-import resnet50_test
 import slamb
 from cli import factory
 from cli.data import Run
@@ -117,7 +116,7 @@ def test_bad_settings_are_refused():
 @each_of(("name", "bits"), [("fp32", 0), ("int4", 4)])
 def test_the_format_of_the_flags_reaches_the_optimizer(name, bits):
     flags = "--optimizer slamb --compress_warmup 0.7 0.3 --wire_dtype"
-    args = parsed(resnet50_test, flags, name)
+    args = parsed("images", flags, name)
     run = Run("x", World(), FP32)
     ours = factory.create_optimizer(args, run, nn.Linear(3, 4))
     assert (ours.wire_bits, ours.wire_dtype == torch.float32) == (bits, not bits)

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import ranks
-import resnet50_test
 from conftest import run, write_images
 from input_pipeline.label_noise import with_noise
 from models.averaged_views import AveragedViews
@@ -45,7 +44,7 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
     write_images(here / "images", ("a", "b"), rows=20, size=8)
     flags = "--dataset folder --data_dir images --image_size 8 --arch resnet8 --bs 16 --epochs 2"
     flags += " --threads 1 --test_views mirror --alternate_flip --small_epochs 1 --small_size 6"
-    console = run(resnet50_test, flags, "--out run")
+    console = run("images", flags, "--out run")
     first, last = ranks.metrics(here / "run")
     assert "test_accuracy_views" not in first
     accuracy = f"{100 * last['test_accuracy_views']:.2f} %"
@@ -54,7 +53,7 @@ def test_a_run_reports_the_accuracy_over_views(here, monkeypatch):
     monkeypatch.setattr(AveragedViews, "forward", with_little_memory)
     for file in (here / "images/train/b").iterdir():
         file.write_bytes(file.read_bytes()[:100])  # which nobody reads
-    console = run(resnet50_test, "--checkpoint run --evaluate --test_views mirror")
+    console = run("images", "--checkpoint run --evaluate --test_views mirror")
     assert "accuracy on the test set, averaged over 2 views of each image" in console
     assert f"all  {100 * last['test_accuracy_views']:6.2f} %" in console
 
@@ -83,6 +82,6 @@ def test_only_training_rows_get_wrong_labels(here):
     """With every label wrong, what is learned is wrong on the rows that are held out."""
     words = "--dataset digits --arch resnet8 --lr 0.1 --epochs 4 --bs 32 --threads 1 --out noisy"
     words += " --val_fraction 0.2 --label_noise 0.99:0=1,2=3,4=5,6=7,8=9"
-    assert "training labels are wrong" in run(resnet50_test, words)
+    assert "training labels are wrong" in run("images", words)
     last = ranks.metrics(here / "noisy")[-1]
     assert last["train_accuracy"] > 2 * max(last["val_accuracy"], last["test_accuracy"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ranks
-import resnet50_test
 from backends import device
 from backends.precision import choose_precision
 from cli.compatibility import first_conflict
@@ -50,7 +49,7 @@ def test_the_gpu_of_apple_computes_in_fp32_alone(monkeypatch):
     assert (device.widest_float(mps), device.widest_float(CPU)) == (torch.float32, torch.float64)
     with pytest.raises(InputError, match="use fp32"):
         choose_precision("bf16", mps)
-    flags = vars(parsed(resnet50_test, "--device mps --optimizer sgd"))
+    flags = vars(parsed("images", "--device mps --optimizer sgd"))
     for more in ({"optimizer": "ngd"}, {"mixup": "cutmix"}, {"arch": "vgg8"}):
         assert "no float64" in first_conflict(flags | more)
     monkeypatch.setenv("WORLD_SIZE", "2")

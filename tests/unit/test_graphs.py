@@ -11,7 +11,6 @@ import torch
 import conftest
 import fake_cuda
 import mixup
-import resnet50_test
 from backends import cuda_graph
 from backends.precision import Precision
 from cli import factory
@@ -158,7 +157,7 @@ def test_auto_records_long_runs_on_one_gpu_that_allow_it():
     def chosen(words: str, device: str = "cuda", ranks: int = 1) -> str:
         run = Run("", World(size=ranks, device=torch.device(device)), BF16)
         batches = SimpleNamespace(steps=lambda: 350)
-        return factory.choose_backend(conftest.parsed(resnet50_test, words), run, batches)
+        return factory.choose_backend(conftest.parsed("images", words), run, batches)
 
     assert chosen("") == chosen("--ngd --meta_learning") == "cudagraph"
     others = ("--optimizer muon", "--mixup cutmix", "--checkpoint_activations", "--epochs 5")

@@ -11,9 +11,7 @@ import torch
 from tokenizers import BertWordPieceTokenizer
 
 import ranks
-import transformer_test
-from cli import options
-from conftest import run
+from conftest import parsed, parser, run
 from input_pipeline.text_batches import encode_texts
 from input_pipeline.tokenization import load_tokenizer
 from models import lora, pretrained
@@ -123,20 +121,20 @@ def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
         ranks.run(f"transformer_test.py --resume {found[8]} --out {out}-resumed", here, 2)
         ranks.same_run(here / out, here / f"{out}-resumed", files=["last"])  # best is chosen anew
     (here / "lines.txt").write_text("\n".join(TEXTS))
-    assert TEXTS[0] in run(transformer_test, "--checkpoint run --predict lines.txt")
+    assert TEXTS[0] in run("texts", "--checkpoint run --predict lines.txt")
     assert len(pickle.loads(pickle.dumps(classifier.load("run"))).predict(TEXTS)) == 3
-    tuned = run(transformer_test, base, "--weights run --freeze --max_len 9 --out tuned")
+    tuned = run("texts", base, "--weights run --freeze --max_len 9 --out tuned")
     assert "weights of" in tuned
     first, second = ranks.weights(here / "run"), ranks.weights(here / "tuned")
     changed = {name for name in first if not torch.equal(first[name], second[name])}
     assert changed == {"model.classifier.weight", "model.classifier.bias"}
-    assert exported_metadata(transformer_test)["pad"] == 0
+    assert exported_metadata("texts")["pad"] == 0
 
 
 def test_lora_trains_what_it_adds_and_is_merged(folders, here):
     pytest.importorskip("peft")
     base = f"{BASE} --arch hf:{folders['bert']} --max_len 12 --lora 4 --keep 2"
-    run(transformer_test, base, "--out run")
+    run("texts", base, "--out run")
     found, (_, tokens) = checkpoint.load(here / "run"), load(folders["bert"])
     first = hf.BertModel.from_pretrained(folders["bert"]).state_dict()
     state = found.state["model"]
@@ -159,7 +157,7 @@ def test_lora_trains_what_it_adds_and_is_merged(folders, here):
     trained = {name for name, p in other.named_parameters() if p.requires_grad}
     layers = {name.rpartition(".")[0] for name in trained if "lora_" not in name}
     assert layers == {"model.classifier.dense", "model.classifier.out_proj"}
-    again = run(transformer_test, base, "--lora 0 --weights run --epochs 1 --out again")
+    again = run("texts", base, "--lora 0 --weights run --epochs 1 --out again")
     assert "weights of run" in again
     assert "anew" not in again
 
@@ -188,7 +186,7 @@ def test_fewer_rows_have_more_epochs(folders, here):
     words += " --val_fraction 0.1 --eval_every 99 --max_len 8"
 
     def flags(more: str) -> dict:
-        run(transformer_test, words, more, "--out run")
+        run("texts", words, more, "--out run")
         found = json.loads(Path("run", "config.json").read_text())["flags"]
         shutil.rmtree("run")
         return found
@@ -204,18 +202,17 @@ def test_fewer_rows_have_more_epochs(folders, here):
 
 
 def test_defaults_and_flags_without_effect():
-    parser = transformer_test.parser()
-    words = "--arch hf:any --prior naive_bayes --vocab_size 500".split()
-    args, _ = options.parse(parser, transformer_test.SCRIPT, words)
+    words = "--arch hf:any --prior naive_bayes --vocab_size 500"
+    args = parsed("texts", words)
     assert (args.lr, args.batch_size, args.head) == (5e-5, 8, "random")
-    frozen, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--freeze"])
-    low_rank, _ = options.parse(parser, transformer_test.SCRIPT, [*words, "--lora", "4"])
+    frozen, low_rank = parsed("texts", words, "--freeze"), parsed("texts", words, "--lora 4")
     assert (frozen.head, low_rank.lr) == ("probe", 5e-4)
     raced = [
-        TargetScript.read("transformer_test.py", words),
+        TargetScript.read("transformer_test.py", words.split()),
         TargetScript.read("resnet50_test.py", ["--weights", "DEFAULT", "--freeze"]),
     ]
     assert [script.flags({})["epochs"] for script in raced] == [5, 5], "those of pretrained weights"
     assert [script.flags({})["batch_size"] for script in raced] == [8, 16]
-    lines = parser.unused(parser.given(words), vars(args))
+    flags = parser("texts")
+    lines = flags.unused(flags.given(words.split()), vars(args))
     assert ["--arch transformer" in line for line in lines] == [True, True]

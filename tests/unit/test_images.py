@@ -16,7 +16,6 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import functional, v2
 
-import resnet50_test
 from cli import image_classification
 from conftest import each_of, parsed, write_images
 from distributed import waiting
@@ -97,7 +96,7 @@ def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | Non
 
 @each_of("fill", ["black", "reflect"])
 def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
-    args = parsed(resnet50_test, "--dataset cifar10 --crop_pad 2 --crop_fill", fill)
+    args = parsed("images", "--dataset cifar10 --crop_pad 2 --crop_fill", fill)
     train.augmentation = image_classification.create_augmentation(args, size=12)
     train.images.pixels = torch.full_like(train.images.pixels, 255)
     white = by_row(train, [torch.arange(200)], epoch=None)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import resnet50_test
-import transformer_test
+from conftest import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # from the lowest; a module imports from its own layer and those below
@@ -85,7 +84,7 @@ def test_there_is_no_import_cycle():
 
 def test_no_text_below_cli_names_a_flag():
     """Who takes a part of this project into their own program has typed none."""
-    flags = {*resnet50_test.parser().names(), *transformer_test.parser().names()}
+    flags = {*parser("images").names(), *parser("texts").names()}
     for name in TREES.keys() - NAME_FLAGS:
         if not 1 <= level_of(name) < LEVELS["cli"]:
             continue

@@ -12,7 +12,6 @@ from torch import nn
 
 import errors
 import ranks
-import transformer_test
 from backends import nvidia_apex, onnx_runtime
 from backends.precision import choose_precision
 from conftest import each_of, run
@@ -141,12 +140,12 @@ def test_images_through_ort_learn_and_resume_bit_for_bit(size, more, tmp_path):
 @needs_ort
 @needs_torchtext
 def test_texts_through_ort_and_torchtext_learn_and_predict(here):
-    run(transformer_test, TEXTS, "--out run")
+    run("texts", TEXTS, "--out run")
     accuracy = ranks.metrics(here / "run")[-1]["test_accuracy"]
     assert accuracy > 0.5
     (here / "lines.txt").write_text("Striker scores twice as United win the final\n")
-    assert "Striker" in run(transformer_test, "--resume run --predict lines.txt")
-    assert f"{100 * accuracy:.2f} %" in run(transformer_test, "--resume run --evaluate")
+    assert "Striker" in run("texts", "--resume run --predict lines.txt")
+    assert f"{100 * accuracy:.2f} %" in run("texts", "--resume run --evaluate")
 
 
 @needs_torchtext

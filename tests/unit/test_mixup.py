@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F
 
 import mixup
-import transformer_test
 from cli import factory
 from cli.data import Data
 from conftest import each_of, parsed
@@ -211,7 +210,7 @@ def test_the_flags_choose_the_loss(tmp_path):
     sample_mix = mock.Mock()
 
     def create(words: str, inside: bool = False):
-        args = parsed(transformer_test, words)
+        args = parsed("texts", words)
         classes = {"classes": ["a", "no", "1", "d"]}
         data = Data(None, {}, classes, torch.tensor([0, 1, 1, 3, 3]), model_mixes=inside)
         made = {"sample_mix": sample_mix, "meta_mixup": mixup.MetaMixup}

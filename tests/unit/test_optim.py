@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import lr_scheduler as peers
 
 import ngd
-import resnet50_test
 from backends.torch_compat import supports_fused_optimizers
 from cli import factory, options
 from cli.data import Run
@@ -96,7 +95,7 @@ def test_a_schedule_equals_torchs(name):
 @each_of("name", ["step", "multistep", "cyclic"])
 def test_the_rate_falls_within_a_run_of_any_length(name):
     for epochs in (1, 2, 4, 50):
-        args = parsed(resnet50_test, f"--lr_schedule {name} --epochs {epochs}")
+        args = parsed("images", f"--lr_schedule {name} --epochs {epochs}")
         factors = [options.create_lr_schedule(args)(epochs * k / 20) for k in range(20)]
         assert factors[-1] < max(factors)
     given = {"milestones": [30, 40], "step_size": 25 if name == "cyclic" else 30}
@@ -140,7 +139,7 @@ def test_shape_begins_after_the_warmup_and_ends_with_the_run(name, end):
 def test_the_flags_scale_the_rate_and_leave_the_classifier_to_adamw():
     run, model = Run("x", World(), FP32), nn.Linear(3, 4)
     for rule, factor in (("none", 1), ("linear", 8), ("sqrt", 8**0.5)):
-        args = parsed(resnet50_test, f"--lr 0.1 --bs 1024 --base_bs 128 --lr_scaling {rule}")
+        args = parsed("images", f"--lr 0.1 --bs 1024 --base_bs 128 --lr_scaling {rule}")
         ours = factory.create_optimizer(args, run, model)
         assert ours.defaults["lr"] == pytest.approx(0.1 * factor)
         assert not any(group["ngd"] for group in ours.param_groups)

@@ -21,8 +21,6 @@ from torch import nn
 from torchvision import models
 
 import ranks
-import resnet50_test
-import transformer_test
 from conftest import each_of, run, write, write_images
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
@@ -45,7 +43,7 @@ TEXT_TUNE = f"{TEXT_SOURCE} --dataset csv --data_dir few --bs 8 --lr 2e-3 --epoc
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits, with averaged weights."""
     folder = tmp_path_factory.mktemp("images") / "run"
-    run(resnet50_test, SOURCE, "--out", folder)
+    run("images", SOURCE, "--out", folder)
     return folder
 
 
@@ -53,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the embedded headlines."""
     folder = tmp_path_factory.mktemp("texts") / "run"
-    run(transformer_test, TEXT_SOURCE, "--out", folder)
+    run("texts", TEXT_SOURCE, "--out", folder)
     return folder
 
 
@@ -71,8 +69,8 @@ def small(here: Path) -> Path:
 
 
 def test_fine_tuning_beats_training_from_scratch(source, small):
-    run(resnet50_test, TUNE, "--out scratch")
-    console = run(resnet50_test, TUNE, "--weights", source, "--out tuned")
+    run("images", TUNE, "--out scratch")
+    console = run("images", TUNE, "--weights", source, "--out tuned")
     assert "fc begins anew" in console
     tuned, scratch = (
         ranks.metrics(Path(each))[-1]["test_accuracy"] for each in ("tuned", "scratch")
@@ -81,13 +79,13 @@ def test_fine_tuning_beats_training_from_scratch(source, small):
 
 
 def test_frozen_weights_stay_and_resuming_leaves_weights_alone(source, small):
-    run(resnet50_test, TUNE, f"--weights {source}/best.pt --freeze --out run")
+    run("images", TUNE, f"--weights {source}/best.pt --freeze --out run")
     first = torch.load(source / "best.pt", weights_only=True)["average"]["weights"]
     tuned = torch.load("run/last.pt", weights_only=True)["model"]
     first["conv1.weight"] = first["conv1.weight"].expand(-1, 3, -1, -1) / 3  # grey to colours
     same = {name for name in first if torch.equal(first[name], tuned[name])}
     assert first.keys() - same == {"fc.weight", "fc.bias"}, "also BatchNorm's statistics stay"
-    run(resnet50_test, "--resume run --epochs 4")
+    run("images", "--resume run --epochs 4")
     resumed = torch.load("run/last.pt", weights_only=True)["model"]
     assert torch.equal(resumed["conv1.weight"], tuned["conv1.weight"])
     assert not torch.equal(resumed["fc.weight"], tuned["fc.weight"])
@@ -108,10 +106,10 @@ def test_a_probe_is_a_logistic_regression():
 
 def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
     weights = f"--weights {source}/best.pt --lr 1e-9 --epochs 1"
-    console = run(resnet50_test, TUNE, weights, "--out probe")
+    console = run("images", TUNE, weights, "--out probe")
     probed = float(re.search(r"linear probe: ([\d.]+) %", console)[1]) / 100
     found, other = ranks.metrics(Path("probe"))[-1], "--head random --out random"
-    assert "linear probe" not in run(resnet50_test, TUNE, weights, other)
+    assert "linear probe" not in run("images", TUNE, weights, other)
     assert found["train_accuracy"] > 0.8 > ranks.metrics(Path("random"))[-1]["train_accuracy"]
     assert probed > 0.5
     first, tuned = (
@@ -119,14 +117,14 @@ def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
     )
     statistics = "bn1.running_var"
     assert torch.equal(first["average"]["weights"][statistics], tuned["model"][statistics])
-    kept = run(resnet50_test, TUNE, "--weights probe --epochs 1 --no-freeze_norms --out again")
+    kept = run("images", TUNE, "--weights probe --epochs 1 --no-freeze_norms --out again")
     moved = torch.load("again/last.pt", weights_only=True)["model"]
     assert not torch.equal(moved[statistics], tuned["model"][statistics])
     assert "fc keeps all outputs" in kept
     assert "linear probe" not in kept, "it would undo what was trained"
     beside = f"the linear probe of {100 * probed:.2f} %"
     assert beside in console.splitlines()[-1]
-    assert beside in run(resnet50_test, "--resume probe --epochs 2").splitlines()[-1]
+    assert beside in run("images", "--resume probe --epochs 2").splitlines()[-1]
 
 
 def test_a_frozen_network_computes_each_row_once(source, small, monkeypatch):
@@ -139,11 +137,11 @@ def test_a_frozen_network_computes_each_row_once(source, small, monkeypatch):
 
     monkeypatch.setattr(nn.Conv2d, "forward", counted)
     frozen = f"--weights {source}/best.pt --freeze --precision fp32 --keep 9"
-    run(resnet50_test, TUNE, frozen, "--out once")
+    run("images", TUNE, frozen, "--out once")
     assert 50 + 500 <= sum(computed) < 50 + 500 + 10, "and when the model was made"
-    run(resnet50_test, "--resume once/last-2.pt --out rest")
+    run("images", "--resume once/last-2.pt --out rest")
     with mock.patch("cli.fine_tuning.keeps_features", return_value=False):
-        run(resnet50_test, TUNE, frozen, "--out each")
+        run("images", TUNE, frozen, "--out each")
     once, rest, each = (ranks.metrics(Path(name)) for name in ("once", "rest", "each"))
     for name in ("train_loss", "test_loss", "test_accuracy"):
         assert [row[name] for row in rest] == [row[name] for row in once]
@@ -172,9 +170,9 @@ def few_texts(here: Path) -> None:
 
 def test_an_exported_classifier_is_tuned_with_its_tokenizer(text_source, few_texts):
     pytest.importorskip("safetensors")
-    run(transformer_test, "--checkpoint", text_source, "--export text.safetensors")
+    run("texts", "--checkpoint", text_source, "--export text.safetensors")
     words = "--weights text.safetensors --freeze --prior naive_bayes --out tuned"
-    console = run(transformer_test, TEXT_TUNE, words)
+    console = run("texts", TEXT_TUNE, words)
     assert "head begins anew" in console
     first = torch.load(text_source / "last.pt", weights_only=True)
     tuned = torch.load("tuned/last.pt", weights_only=True)
@@ -319,11 +317,11 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(here))
     tune = "--dataset folder --data_dir images --arch resnet18 --bs 3 --epochs 1 --threads 1"
     tune = f"{tune} --no-baseline --weights"
-    console = run(resnet50_test, tune, "DEFAULT --out first")
+    console = run("images", tune, "DEFAULT --out first")
     assert "images are prepared as for them" in console
-    run(resnet50_test, tune, "first --out tuned")
-    run(resnet50_test, tune, cached, "--image_size 224 --out plain")
-    run(resnet50_test, "--checkpoint tuned --export x.safetensors")
+    run("images", tune, "first --out tuned")
+    run("images", tune, cached, "--image_size 224 --out plain")
+    run("images", "--checkpoint tuned --export x.safetensors")
     with safetensors.safe_open("x.safetensors", "pt") as file:
         exported = {name: json.loads(text) for name, text in file.metadata().items()}
     expected = known.transforms()
@@ -331,7 +329,7 @@ def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):
         state = exported if name == "export" else checkpoint.load(here / name).metadata
         assert (state["mean"], state["std"]) == (expected.mean, expected.std), name
         assert (state["size"], state["interpolation"]) == (224, "bilinear"), name
-    predicted = run(resnet50_test, "--checkpoint tuned --predict images/test")
+    predicted = run("images", "--checkpoint tuned --predict images/test")
     assert "images/test/b/02.png: " in predicted
 
 

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import resnet50_test
 from backends import machine
 from conftest import run
 from training import checkpoint
@@ -26,11 +25,11 @@ def line_of(console: str) -> str:
 
 def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, monkeypatch):
     monkeypatch.setattr(machine, "commit_or_none", lambda: "aaa")
-    assert line_of(run(resnet50_test, FLAGS, "--out a")) == ""
+    assert line_of(run("images", FLAGS, "--out a")) == ""
     assert "segments" not in config_of("a")
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
     flags = "--epochs 2 --label_noise 0.5 --no-nesterov --out b"
-    console = run(resnet50_test, "--resume a", flags)
+    console = run("images", "--resume a", flags)
     changes = "--label_noise 0.5 (was 0), --epoch 2 (was 1), --nesterov off (was on)"
     changes += ", --warmup 0.2 (was 0.1), commit bbb (was aaa)"  # whose default follows --epochs
     assert line_of(console) == changes
@@ -43,15 +42,15 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     expected = f"from step {second['after_steps'] + 1} on: {changes}"
     assert describe_all([first, second]) == expected
     assert "segments" not in config_of("a"), "the run that b began from stays as it is"
-    run(resnet50_test, "--resume b --epochs 3")
+    run("images", "--resume b --epochs 3")
     assert [each["after_epochs"] for each in config_of("b")["segments"]] == [0, 1, 2]
 
 
 def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
     """Also where known data lie elsewhere, or where a flag changes that changes no result."""
-    run(resnet50_test, FLAGS, "--out a")
+    run("images", FLAGS, "--out a")
     more = f"--out b --data_dir {here}/elsewhere --keep 1 --workers 1"
-    console = run(resnet50_test, "--resume a", more)
+    console = run("images", "--resume a", more)
     assert line_of(console) == ""
     assert "nothing is left to train; more epochs make a run longer" in console
     assert "segments" not in config_of("b")

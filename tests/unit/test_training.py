@@ -22,8 +22,6 @@ from sklearn.datasets import load_digits
 import conftest
 import errors
 import ranks
-import resnet50_test
-import transformer_test
 from conftest import each_of, run
 from training import checkpoint, recovery
 from training.batch_sampler import DynamicBatchSampler
@@ -41,7 +39,7 @@ def digits(here):
     """Train on the digits with further flags, in an empty folder; the call returns the console."""
 
     def train(flags: str = "", out: str = "run", code: int = 0) -> str:
-        return run(resnet50_test, DIGITS, "--arch resnet8", flags, "--out", out, code=code)
+        return run("images", DIGITS, "--arch resnet8", flags, "--out", out, code=code)
 
     return train
 
@@ -50,16 +48,16 @@ def digits(here):
 def finished(tmp_path_factory) -> dict[str, Path]:
     """A folder for each script, in which `run` is one that has learned."""
     folders = {}
-    for module, words in ((resnet50_test, f"{DIGITS} --epochs 4"), (transformer_test, LINES)):
-        folders[module.SCRIPT] = folder = tmp_path_factory.mktemp(module.SCRIPT)
-        assert "best.pt: epoch " in run(module, words, "--out", folder / "run")
+    for name, words in (("images", f"{DIGITS} --epochs 4"), ("texts", LINES)):
+        folders[name] = folder = tmp_path_factory.mktemp(name)
+        assert "best.pt: epoch " in run(name, words, "--out", folder / "run")
     return folders
 
 
 def test_both_scripts_learn_and_leave_a_whole_run_folder(finished):
-    texts = finished["transformer_test"] / "run"
+    texts = finished["texts"] / "run"
     assert max(row["test_accuracy"] for row in ranks.metrics(texts)) > 0.8
-    folder = finished["resnet50_test"] / "run"
+    folder = finished["images"] / "run"
     rows = ranks.metrics(folder)
     assert rows[-1]["test_accuracy"] > 0.85
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
@@ -90,7 +88,7 @@ def test_validation_rows_choose_and_the_test_set_changes_nothing(here, digits, m
     assert "test accuracy" not in last
     rows = ranks.metrics(here / "with")
     assert rows[0]["samples"] <= 1437 * 0.5 * 0.8 + 10
-    report = run(resnet50_test, "--checkpoint without --evaluate --test")
+    report = run("images", "--checkpoint without --evaluate --test")
     assert "accuracy on the test set" in report
     without = [{name: x for name, x in row.items() if name[:5] != "test_"} for row in rows]
     assert [len(row) for row in without] == [len(row) - 4 for row in rows]
@@ -192,24 +190,24 @@ def test_the_first_signal_is_answered_and_the_second_ends_at_once(launcher, monk
 
 
 def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
-    monkeypatch.chdir(folder := finished["resnet50_test"])
+    monkeypatch.chdir(folder := finished["images"])
 
     def resumed(words: str) -> list[str]:
-        return run(resnet50_test, "--resume run", words).splitlines()
+        return run("images", "--resume run", words).splitlines()
 
     pixels = (load_digits().images[0] * 255 / 16).round().astype("uint8")
     Image.fromarray(pixels).save("zero.png")
     warned, *_, line = resumed("--predict zero.png --image_size 16 --bs 3 --arch resnet20")
     assert warned == "warning: --image_size has no effect with --predict: the model stays as it was"
     assert line.startswith("zero.png: 0 ")
-    metadata = exported_metadata(resnet50_test)
+    metadata = exported_metadata("images")
     content = torch.load(folder / "run" / "last.pt", weights_only=True)
     for name in ("classes", "channels", "size", "mean", "std"):
         assert metadata[name] == content[name]
     assert metadata["arch"] == content["flags"]["arch"]
     content["flags"]["device"] = "cuda:31"
     checkpoint.save(Path("elsewhere.pt"), content)
-    assert "zero.png: 0 " in run(resnet50_test, "--checkpoint elsewhere.pt --predict zero.png")
+    assert "zero.png: 0 " in run("images", "--checkpoint elsewhere.pt --predict zero.png")
 
     resumed("--predict zero.png --predict_out zero.jsonl")
     expected = json.loads(Path("zero.jsonl").read_text())["probabilities"]
@@ -238,7 +236,7 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
         assert example["classify"](path) == pytest.approx(wanted, abs=1e-4)
 
 
-def exported_metadata(script) -> dict:
+def exported_metadata(script: str) -> dict:
     """Export the run in each format and assert that all of them say the same of it."""
     card = Path("model.pt2.md")
     card.write_text("# old\n\n## From who publishes it\n\nFor birds alone.\n")
@@ -272,18 +270,18 @@ def exported_metadata(script) -> dict:
 
 @pytest.mark.process
 def test_predict_and_export_of_texts(finished, monkeypatch):
-    monkeypatch.chdir(finished["transformer_test"])
+    monkeypatch.chdir(finished["texts"])
     Path("lines.txt").write_text(
         "The striker scored twice as the team won the cup final\n\n"
         "Shares of the bank fell after its profit report\n"
     )
-    source, *lines = run(transformer_test, "--resume run --predict lines.txt").splitlines()
+    source, *lines = run("texts", "--resume run --predict lines.txt").splitlines()
     assert source.startswith("weights of run/last.pt: epoch 8, test accuracy ")
     assert [line.split(": ")[1].split()[0] for line in lines] == ["Sports", "Business"]
     texts = Path("lines.txt").read_text().split("\n\n")
     classifier = pickle.loads(pickle.dumps(load("run")))
     assert classifier.predict([f"\ud800 {text}" for text in texts]) == ["Sports", "Business"]
-    metadata = exported_metadata(transformer_test)
+    metadata = exported_metadata("texts")
     assert metadata["classes"] == ["World", "Sports", "Business", "Sci/Tech"]
     assert json.loads(metadata["tokenizer"])["model"]["vocab"]
 
@@ -291,8 +289,8 @@ def test_predict_and_export_of_texts(finished, monkeypatch):
 @pytest.mark.compile
 def test_compile_trains_and_its_checkpoint_is_that_of_eager(here):
     small = f"{LINES} --epochs 1 --depth 1 --width 32 --mlp_width 32 --max_len 8"
-    run(transformer_test, small, "--backend compile --out run")
-    run(transformer_test, "--resume run --backend eager --epochs 2")
+    run("texts", small, "--backend compile --out run")
+    run("texts", "--resume run --backend eager --epochs 2")
     rows = map(json.loads, (here / "run" / "metrics.jsonl").read_text().splitlines())
     first, second = (row["compile_seconds"] for row in rows)
     assert 0 < first == second
@@ -322,10 +320,10 @@ def test_a_run_goes_on_where_stdout_is_closed_or_on_a_full_disk(here, monkeypatc
         for out, stdout in (("closed", None), ("full", full)):
             monkeypatch.setattr(sys, "stdout", stdout)
             words = f"{DIGITS} --arch resnet8 --epochs 1 --out {out}"
-            assert conftest.call(resnet50_test, words.split()) == 0
+            assert conftest.call("images", words.split()) == 0
             assert len(ranks.metrics(here / out)) == 1
     with open("/dev/full", "w") as full, mock.patch("sys.stdout", full):  # before it trains
-        assert conftest.call(resnet50_test, f"{words}-noisy --label_noise 0.1".split()) == 2
+        assert conftest.call("images", f"{words}-noisy --label_noise 0.1".split()) == 2
 
 
 def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
@@ -346,7 +344,7 @@ def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
         clock = itertools.count(1000.0, step=seconds).__next__
         monkeypatch.setattr(RunLog, "clock", staticmethod(clock))
         more = f"--arch resnet8 --log_every {log_every} --out {log_every}"
-        return run(resnet50_test, DIGITS, more).splitlines()
+        return run("images", DIGITS, more).splitlines()
 
     status = re.compile(
         r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d{1,6} samples/s, "

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import ranks
-import resnet50_test
 from conftest import run
 from training.weight_average import WeightAverage
 
@@ -47,8 +46,8 @@ def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state():
 
 
 def test_the_average_is_evaluated_kept_and_used(here):
-    run(resnet50_test, FLAGS, "--out run")
-    run(resnet50_test, FLAGS, "--ema 0 --out plain")
+    run("images", FLAGS, "--out run")
+    run("images", FLAGS, "--ema 0 --out plain")
     state = torch.load("run/last.pt", weights_only=True)
     plain = torch.load("plain/last.pt", weights_only=True)
     assert all(torch.equal(p, q) for p, q in zip(state["model"].values(), plain["model"].values()))
@@ -57,9 +56,9 @@ def test_the_average_is_evaluated_kept_and_used(here):
     averaged, own = (ranks.metrics(here / name)[-1] for name in ("run", "plain"))
     assert averaged["train_loss"] == own["train_loss"]
     assert averaged["test_loss"] != own["test_loss"]
-    report = run(resnet50_test, "--checkpoint run --evaluate")
+    report = run("images", "--checkpoint run --evaluate")
     assert re.search(rf"all +{100 * averaged['test_accuracy']:.2f} %", report)
 
-    run(resnet50_test, "--resume plain --ema 0.9 --epochs 3")
+    run("images", "--resume plain --ema 0.9 --epochs 3")
     state = torch.load("plain/last.pt", weights_only=True)
     assert state["average"]["steps"] == -(-1437 // 64)  # of the third epoch
