@@ -34,11 +34,7 @@ ROOT = ranks.ROOT
 PEERS = {"benchmarks.airbench": airbench, "benchmarks.plain_training": plain_training}
 PLANS = [experiments.read_plan(experiments.PLAN, name, run_logs.LOGS) for name in ("cpu", "gpu")]
 PLANNED = [run for plan in PLANS for run in plan]
-# No axis of theirs is longer than 64, so that every --ngd_rank from 32 on is the same; 80 was the
-# default once.
-SMALL_NETWORKS = {"resnet8", "resnet20"}
-MACHINE_FLAGS = {"data_dir", "device", "threads", "workers", "out", "resume", "recipe"}
-MACHINE_FLAGS |= {"save_every"}
+MACHINE_FLAGS = {"data_dir", "device", "workers", "out", "resume", "save_every"}
 
 
 def flags_of(run: experiments.PlannedRun, logs: Path):
@@ -86,8 +82,7 @@ def test_scripts_accept_the_commands_of_the_plan_whose_flags_its_logs_have(monke
         is_older = "arch" in logged and "opt_args adamw_ratio" not in logged
         if logged.get("optimizer") == "ngd" and is_older:
             logged["optimizer"] = "kaldi_ngd"  # which had that name then
-        if logged.get("arch") in SMALL_NETWORKS or "ngd" not in logged.get("optimizer", ""):
-            common -= {"opt_args rank"}
+            common -= {"opt_args rank"}  # 80 was the default once, and no axis is longer than 64
         if "mixup" in logged:
             logged["mixup"] = FORMER_KINDS.get(logged["mixup"], logged["mixup"])
         if planned.get("batch_size") == 0:

@@ -17,7 +17,6 @@ from input_pipeline.tokenization import load_tokenizer
 from models import lora, pretrained
 from models.activation_checkpointing import checkpoint_activations
 from models.hugging_face import Encoder, read_encoder
-from optimizers.param_groups import ngd_groups
 from test_training import exported_metadata
 from training import checkpoint, classifier
 from tuning.target_script import TargetScript
@@ -96,14 +95,6 @@ def test_mixing_and_recomputation(folders):
     assert checkpoint_activations(model.train()) == 2
     model(tokens).sum().backward()
     assert len(calls) == 2, "a layer is computed again in the backward pass"
-
-
-def test_embeddings_and_the_classifier_are_under_adamw(folders):
-    model, _ = load(folders["xlm-roberta"])
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = ngd_groups(model, 0.05)
-    adamw = [names[p] for g in groups if not g["ngd"] for p in g["params"] if p.ndim > 1]
-    assert ["embeddings" in name or "out_proj" in name for name in adamw] == [True] * 4
 
 
 @pytest.mark.process

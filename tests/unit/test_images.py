@@ -16,8 +16,7 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import functional, v2
 
-from cli import image_classification
-from conftest import each_of, parsed, write_images
+from conftest import each_of, write_images
 from distributed import waiting
 from errors import InputError
 from input_pipeline.augmentation import POLICIES, Augmentation, draw_crops
@@ -92,16 +91,6 @@ def by_row(data: ImageDataset, row_batches: list[torch.Tensor], epoch: int | Non
         assert pixels.is_contiguous(memory_format=torch.channels_last)
         out[rows] = pixels
     return out
-
-
-@each_of("fill", ["black", "reflect"])
-def test_pixels_outside_an_image_are_black_or_its_own(train, fill):
-    args = parsed("images", "--dataset cifar10 --crop_pad 2 --crop_fill", fill)
-    train.augmentation = image_classification.create_augmentation(args, size=12)
-    train.images.pixels = torch.full_like(train.images.pixels, 255)
-    white = by_row(train, [torch.arange(200)], epoch=None)
-    cropped = by_row(train, [torch.arange(200)], epoch=0)
-    assert torch.equal(cropped, white) is (fill == "reflect")
 
 
 def test_every_crop_and_flip_is_drawn_and_alternating_flips_in_two_epochs(train):

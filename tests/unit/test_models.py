@@ -146,14 +146,6 @@ def test_padding_does_not_change_the_logits_but_the_order_does():
         torch.testing.assert_close(model(tokens)[0], model(tokens[:1, :5])[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_classifier_sees_the_mean_of_all_that_are_no_padding():
-    tokens = nn.functional.pad(some_tokens(6), (0, 2))
-    model, kept = small().eval(), []
-    model.norm.register_forward_hook(lambda _m, _i, out: kept.append(out))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), model.head(kept[0][:, :6].mean(1)))
-
-
 def test_token_dropout_hides_tokens_in_training_only():
     model, seen = small(token_dropout=0.5), []
     model.embed.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0]))

@@ -1,19 +1,15 @@
 """What a run says of segments that were trained with other flags, by other code or elsewhere."""
 
-import json
 from pathlib import Path
 
 from backends import machine
 from conftest import run
 from training import checkpoint
+from training.run_folder import read_config
 from training.run_segments import describe_all
 
 FLAGS = "--dataset digits --arch resnet8 --subset 0.2 --bs 64 --lr 0.02 --threads 1 --epochs 1"
 GOES_ON = "the run goes on with "
-
-
-def config_of(folder: str) -> dict:
-    return json.loads((Path(folder) / "config.json").read_text())
 
 
 def line_of(console: str) -> str:
@@ -26,7 +22,7 @@ def line_of(console: str) -> str:
 def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, monkeypatch):
     monkeypatch.setattr(machine, "commit_or_none", lambda: "aaa")
     assert line_of(run("images", FLAGS, "--out a")) == ""
-    assert "segments" not in config_of("a")
+    assert "segments" not in read_config(Path("a"))
     monkeypatch.setattr(machine, "commit_or_none", lambda: "bbb")
     flags = "--epochs 2 --label_noise 0.5 --no-nesterov --out b"
     console = run("images", "--resume a", flags)
@@ -36,14 +32,14 @@ def test_config_json_says_which_segment_of_a_run_had_which_flags_and_code(here, 
     assert "as of cosine over 2 epochs" in console
     groups = checkpoint.load(here / "b").state["optimizer"]["param_groups"]
     assert not any(group["nesterov"] for group in groups), "and what it says is so"
-    first, second = config_of("b")["segments"]
+    first, second = read_config(Path("b"))["segments"]
     assert (first["commit"], second["commit"], second["after_epochs"]) == ("aaa", "bbb", 1)
     assert second["changed"]["--nesterov"] == [True, False]
     expected = f"from step {second['after_steps'] + 1} on: {changes}"
     assert describe_all([first, second]) == expected
-    assert "segments" not in config_of("a"), "the run that b began from stays as it is"
+    assert "segments" not in read_config(Path("a")), "the run that b began from stays as it is"
     run("images", "--resume b --epochs 3")
-    assert [each["after_epochs"] for each in config_of("b")["segments"]] == [0, 1, 2]
+    assert [each["after_epochs"] for each in read_config(Path("b"))["segments"]] == [0, 1, 2]
 
 
 def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
@@ -53,4 +49,4 @@ def test_a_run_that_goes_on_as_it_was_has_one_segment(here):
     console = run("images", "--resume a", more)
     assert line_of(console) == ""
     assert "nothing is left to train; more epochs make a run longer" in console
-    assert "segments" not in config_of("b")
+    assert "segments" not in read_config(Path("b"))
