@@ -23,10 +23,9 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-TOOL_FLAGS = "--all --legacy --allow_dirty --list --logs --minutes --only --compile --quick --json"
-TOOL_FLAGS += " --report --source --sides --nodes --gpus-per-node"
-TOOL_FLAGS += " --logdir --batch-size --nnodes --rdzv_backend --rdzv_endpoint"  # torchrun's, ours
-TOOL_FLAGS += " --cpus-per-task --gpus --ipc --entrypoint"  # of sbatch and docker
+TOOL_FLAGS = "--all --legacy --allow_dirty --list --logs --only --compile --quick --json --source"
+TOOL_FLAGS += " --sides --batch-size --nnodes --rdzv_backend --rdzv_endpoint"  # torchrun's, ours
+TOOL_FLAGS += " --nodes --gpus-per-node --cpus-per-task --ipc --entrypoint"  # of sbatch and docker
 
 
 @functools.cache
