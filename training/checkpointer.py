@@ -9,10 +9,12 @@ checkpoint = checkpointer.load_last()
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed.agreement import on_main
+from distributed.world import World
 from training import checkpoint
 from training.checkpoint import Checkpoint
 from training.progress import Progress
@@ -20,30 +22,22 @@ from training.run_log import RunLog
 from training.train_state import TrainState, has_moments
 
 
+@dataclass(eq=False)
 class Checkpointer:
-    """Writes the checkpoints of a run into its folder.
+    """Writes the checkpoints of a run into its folder."""
 
-    Args:
-        parts, progress, log: of the run.
-        metadata: plain values that every checkpoint begins with: script, flags, card.
-        keep: how many checkpoints stay: last.pt and those before it.
+    parts: TrainState
+    progress: Progress
+    log: RunLog
+    _: KW_ONLY
+    metadata: dict[str, Any]  # plain values that every checkpoint begins with: script, flags, card
+    keep: int  # how many checkpoints stay: last.pt and those before it
+    # Of 'last' and 'best', what the last save failed to write.
+    unsaved: set[str] = field(default_factory=set, init=False)
 
-    Attributes:
-        unsaved: of 'last' and 'best', what the last save failed to write.
-    """
-
-    def __init__(
-        self,
-        parts: TrainState,
-        progress: Progress,
-        log: RunLog,
-        *,
-        metadata: dict[str, Any],
-        keep: int,
-    ) -> None:
-        self.parts, self.progress, self.log = parts, progress, log
-        self.metadata, self.keep, self.world = metadata, keep, parts.world
-        self.unsaved: set[str] = set()
+    @property
+    def world(self) -> World:
+        return self.parts.world
 
     def save(
         self,

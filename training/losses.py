@@ -5,6 +5,7 @@ batch = loss_fn(model, inputs, labels)         # batch.loss, batch.num_correct, 
 """
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,19 +28,16 @@ LossFn = Callable[[nn.Module, Tensor, Tensor], BatchLoss]
 """Runs the model on a batch (batch, ...) with labels (batch,) or (batch, classes), and compares."""
 
 
+@dataclass(eq=False)
 class CrossEntropy:
     """Cross-entropy in fp32 or wider: the mean over the rows of - sum over c of w_c q_c log p_c.
 
     q is the label, p are the probabilities. As the mean is over rows, also with weights, it does
     not matter how the rows of a step are shared out among micro-batches and ranks.
-
-    Args:
-        label_smoothing: weight of the uniform distribution in the labels.
-        class_weights: w, (classes,); None is 1.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
-        self.label_smoothing, self.class_weights = label_smoothing, class_weights
+    label_smoothing: float = 0.0  # weight of the uniform distribution in the labels
+    class_weights: Tensor | None = None  # w, (classes,); None is 1
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         return self.compare(at_least_fp32(model(inputs)), labels)
@@ -71,11 +69,7 @@ class BinaryCrossEntropy(CrossEntropy):
     It is the mean over the rows of - sum over c of w_c q_c log p_c + (1 - q_c) log(1 - p_c). q_c is
     1 where the row has the label c, else 0; p_c is the sigmoid of its logit; the weights are of
     the labels that rows have. As a sum it has gradients as large as those of one label a row. A row
-    is predicted correctly where all its labels are.
-
-    Args:
-        label_smoothing: weight of 1/2 in q.
-        class_weights: w, (classes,); None is 1.
+    is predicted correctly where all its labels are. `label_smoothing` is the weight of 1/2 in q.
     """
 
     def compare(self, logits: Tensor, labels: Tensor) -> BatchLoss:
@@ -98,31 +92,21 @@ class BinaryCrossEntropy(CrossEntropy):
         return loss / len(logits)
 
 
+@dataclass(eq=False)
 class MixedCrossEntropy:
-    """Cross-entropy of mixed samples.
+    """Cross-entropy of mixed samples."""
 
-    Args:
-        sample_mix: (labels, height=, width=) -> partners and lambda for labels (batch,); of texts
-            the sizes mean nothing.
-        model_mixes: the model mixes its hidden representation itself: it is called with the inputs,
-            the partners and lambda.
-        unmixed: the loss of samples that are not mixed, whose settings hold for mixed ones too.
-        observe: is called with the logits, the labels and the mix of each batch of training.
-        mixes: whether the samples of an epoch, counted from 0, are mixed; asked at its start.
-    """
-
-    def __init__(
-        self,
-        sample_mix: Callable[..., Mix],
-        model_mixes: bool,
-        *,
-        unmixed: CrossEntropy | None = None,
-        observe: Callable[[Tensor, Tensor, Mix], None] = lambda logits, labels, mix: None,
-        mixes: Callable[[int], bool] = lambda epoch: True,
-    ) -> None:
-        self.sample_mix, self.model_mixes, self.observe = sample_mix, model_mixes, observe
-        self.unmixed = unmixed or CrossEntropy()
-        self.mixes, self.is_mixing = mixes, True
+    # (labels, height=, width=) -> partners and lambda for labels (batch,); the sizes are of images.
+    sample_mix: Callable[..., Mix]
+    model_mixes: bool  # the model does it itself: it is called with inputs, partners and lambda
+    _: KW_ONLY
+    # The loss of samples that are not mixed, whose settings hold for mixed ones too.
+    unmixed: CrossEntropy = field(default_factory=CrossEntropy)
+    # Called with the logits, the labels and the mix of each batch of training.
+    observe: Callable[[Tensor, Tensor, Mix], None] = lambda logits, labels, mix: None
+    # Whether the samples of an epoch, counted from 0, are mixed; asked at its start.
+    mixes: Callable[[int], bool] = lambda epoch: True
+    is_mixing: bool = field(default=True, init=False)
 
     def start_epoch(self, epoch: int) -> bool:
         """Decide whether samples are mixed in an epoch; return whether this is a change."""

@@ -4,21 +4,19 @@ micro_batches = MicroBatches(accumulation_steps=4, limit=None)
 for x, y in micro_batches.split(inputs, labels): ...
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 MIN_ROWS = 2  # of a micro-batch where the memory allows it: BatchNorm needs two
 
 
+@dataclass
 class MicroBatches:
-    """The number of micro-batches of a step.
+    """The number of micro-batches of a step."""
 
-    Args:
-        accumulation_steps: how many there are at least.
-        limit: samples of one at most; None is no limit.
-    """
-
-    def __init__(self, accumulation_steps: int = 1, limit: int | None = None) -> None:
-        self.accumulation_steps, self.limit = accumulation_steps, limit
+    accumulation_steps: int = 1  # how many there are at least
+    limit: int | None = None  # samples of one at most; None is no limit
 
     @property
     def several(self) -> bool:

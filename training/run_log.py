@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -65,31 +66,22 @@ LONG_SECONDS = 600.0  # of a run that says it
 LESS = "fewer epochs or rows, smaller images, shorter texts, a smaller network take less"
 
 
+@dataclass(eq=False)
 class RunLog:
-    """Writes the run folder and the console; does nothing on other ranks than the main one.
+    """Writes the run folder and the console; does nothing on other ranks than the main one."""
 
-    Args:
-        config: what config.json holds: flags, versions, device, commit.
-        track: the tracker that gets the rows as well, one of `tracking.TRACKERS`.
-        log_every: off a terminal, seconds without a line on the console after which one says how
-            far the run is. 0 is never.
-        lock: what `lock_run_folder` returned; it is kept as long as the log.
-    """
+    folder: Path
+    is_main: bool
+    _: KW_ONLY
+    # What config.json holds: flags, versions, device, commit.
+    config: dict[str, Any] = field(default_factory=dict)
+    track: str = "none"  # the tracker that gets the rows as well, one of `tracking.TRACKERS`
+    # Off a terminal, seconds without a line on the console after which one says how far the run is.
+    log_every: float = 0.0  # 0 is never
+    lock: IO[str] | None = None  # what `lock_run_folder` returned, kept as long as the log
+    clock = staticmethod(time.perf_counter)
 
-    clock: Callable[[], float] = staticmethod(time.perf_counter)
-
-    def __init__(
-        self,
-        folder: Path,
-        is_main: bool,
-        *,
-        config: dict[str, Any] | None = None,
-        track: str = "none",
-        log_every: float = 0.0,
-        lock: IO[str] | None = None,
-    ) -> None:
-        self.folder, self.is_main, self.log_every = folder, is_main, log_every
-        self.config, self.track, self.lock = config or {}, track, lock
+    def __post_init__(self) -> None:
         self.tracked: TrackedRun | None = None
         self.epochs = 1  # of the run
         self.shown = 0  # rows on the console
