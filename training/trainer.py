@@ -289,7 +289,7 @@ class Trainer:
                         inputs, labels, planned.weight, samples=planned.samples, rows=planned.rows
                     )
                 if self.average is not None:
-                    self.average.update(self.model)
+                    self.average.update()
                 self.world.first_step_done()
                 progress.step += 1
                 progress.step_in_epoch += 1

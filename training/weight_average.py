@@ -1,7 +1,7 @@
 """An exponential moving average of the weights over the steps of a run.
 
 average = WeightAverage(model, decay=0.999)
-average.update(model)                     # after each step
+average.update()                          # after each step
 evaluate(average.model, ...)              # a model of its own
 
 Averaged weights are those of a longer schedule: they make up for a learning rate that is still
@@ -40,18 +40,16 @@ class WeightAverage:
     def start(self, model: nn.Module) -> None:
         self.steps = 0
         self.model = copy.deepcopy(model).requires_grad_(False)
-        self.paired: nn.Module | None = None  # whose values stand beside the averages
+        # each average and its value, paired once: to walk the modules takes time in every step
+        pairs = list(zip(*([*m.parameters(), *m.buffers()] for m in (self.model, model))))
+        self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.counts = [pair for pair in pairs if not pair[0].is_floating_point()]  # of batches
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self) -> None:
         """Take a step's weights into the average; those of the first step are the average."""
         self.steps += 1
         decay = min(self.decay, self.steps / (self.steps + FIRST_STEPS)) if self.steps > 1 else 0.0
-        if self.paired is not model:
-            pairs = list(zip(*([*m.parameters(), *m.buffers()] for m in (self.model, model))))
-            self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
-            self.counts = [pair for pair in pairs if not pair[0].is_floating_point()]  # of batches
-            self.paired = model
         averages, values = zip(*self.floats)
         torch._foreach_lerp_(averages, values, 1 - decay)
         if self.counts:

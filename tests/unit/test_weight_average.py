@@ -30,7 +30,7 @@ def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state():
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(1, 30):
         changed(model)
-        average.update(model)
+        average.update()
         decay = min(0.6, step / (step + 10)) if step > 1 else 0.0  # the first step is copied
         for name, value in model.state_dict().items():
             if value.is_floating_point():
@@ -38,7 +38,7 @@ def test_it_is_the_average_of_the_formula_and_goes_on_from_its_state():
             else:
                 expected[name] = value.clone()
         if step == 7:
-            state, average = average.state_dict(), WeightAverage(network(), 0.6)
+            state, average = average.state_dict(), WeightAverage(model, 0.6)
             average.load_state_dict(state)
     for name, value in average.model.state_dict().items():
         torch.testing.assert_close(value, expected[name])
