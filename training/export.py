@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from errors import InputError, first_line, needing, writing
+from errors import InputError, in_one_line, needing, writing
 
 SUFFIXES = (".onnx", ".pt2", ".safetensors")
 PT2_METADATA = "metadata.json"  # the name of the extra file
@@ -66,29 +66,27 @@ def export(
         axis: torch.export.Dim(name, min=1, max=largest)
         for axis, (name, largest) in dynamic.items()
     }
-    try:
-        with writing(str(path), "file"), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            file = Path(folder) / path.name
-            if path.suffix == ".pt2":
-                given = _export_pt2(model, example, file, sizes, metadata)
-            elif path.suffix == ".onnx":
-                given = _export_onnx(model, example, file, sizes, texts)
-            else:
-                given = _export_weights(model, example, file, texts)
-            difference = (probabilities(given) - expected).abs().max().item()
-            if not difference <= TOLERANCE:
-                raise InputError(
-                    f"{path}: not written, as its probabilities would differ from the "
-                    f"model's by {difference:.2g}"
-                )
-            file.replace(path)
-    except InputError:
-        raise
-    except Exception as error:  # of many types, as for a model of more than 2 GiB
-        raise InputError(
-            f"{path}: the model cannot be exported ({first_line(error)}); try another of "
-            f"{', '.join(SUFFIXES)}"
-        ) from None
+    advice = f"; try another of {', '.join(SUFFIXES)}"
+    with (
+        # of many types, as for a model of more than 2 GiB
+        in_one_line(f"{path}: the model cannot be exported", advice),
+        writing(str(path), "file"),
+        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+    ):
+        file = Path(folder) / path.name
+        if path.suffix == ".pt2":
+            given = _export_pt2(model, example, file, sizes, metadata)
+        elif path.suffix == ".onnx":
+            given = _export_onnx(model, example, file, sizes, texts)
+        else:
+            given = _export_weights(model, example, file, texts)
+        difference = (probabilities(given) - expected).abs().max().item()
+        if not difference <= TOLERANCE:
+            raise InputError(
+                f"{path}: not written, as its probabilities would differ from the "
+                f"model's by {difference:.2g}"
+            )
+        file.replace(path)
     print(f"{path}: same probabilities as the model, to {difference:.1g}")
 
 
