@@ -7,6 +7,7 @@ The content is plain tensors, numbers, strings, lists and dicts only, so that it
 weights_only=True.
 """
 
+import contextlib
 import copy
 import errno
 import os
@@ -103,13 +104,11 @@ def keep_previous(folder: Path) -> None:
     files = latest_files(folder)
     for number, path in reversed(list(enumerate(files))):
         older = folder / f"last-{number + 1}.pt"
-        if path.name != "last.pt":
-            path.replace(older)
-            continue
-        try:
-            os.link(path, older)
-        except OSError:
-            path.replace(older)
+        if path.name == "last.pt":
+            with contextlib.suppress(OSError):
+                os.link(path, older)
+                continue
+        path.replace(older)
 
 
 def latest_files(folder: Path) -> list[Path]:

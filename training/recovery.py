@@ -93,12 +93,8 @@ def has_finite_losses(row: Row, *, is_scaled: bool) -> bool:
     The training loss is not a number where every step of an epoch too short for `roll_back` was
     skipped; where the loss `is_scaled` that is how fp16 finds its scale, and does not count.
     """
-    losses = [
-        row.get("val_loss"),
-        row.get("test_loss"),
-        *([] if is_scaled else [row["train_loss"]]),
-    ]
-    return all(loss is None or math.isfinite(loss) for loss in losses)
+    names = ["val_loss", "test_loss", *([] if is_scaled else ["train_loss"])]
+    return all(loss is None or math.isfinite(loss) for loss in map(row.get, names))
 
 
 def check_last_epoch(rows: Sequence[Row], *, is_scaled: bool) -> None:

@@ -144,7 +144,7 @@ class TrainClock:
 
     def __init__(self, progress: Progress, compute_timer: ComputeTimer | None) -> None:
         self.progress, self.compute_timer = progress, compute_timer
-        self.started, self.compiled = time.perf_counter(), compile_seconds()
+        self.start()
 
     def start(self) -> None:
         """Leave out what came before."""
