@@ -40,19 +40,16 @@ class AllReduceHook:
 
     Raises:
         ValueError: the hook does not have this compression.
-
-    Attributes:
-        replicas_diverge: whether the ranks' weights differ between two averagings.
-        observers: called with each bucket of this rank's own gradients before it is sent.
     """
 
-    replicas_diverge = False
+    replicas_diverge = False  # whether the ranks' weights differ between two averagings
     compressions: Sequence[str] = ("none", "fp16", "bf16")
 
     def __init__(self, world: World, compression: str = "none") -> None:
         if compression not in self.compressions:
             raise ValueError(f"compression={compression} is not one of {self.compressions}")
         self.world, self.compression = world, compression
+        # Called with each bucket of this rank's own gradients before it is sent.
         self.observers: list[Callable[[dist.GradBucket], None]] = []
 
     # DDP compares annotations with types, and ours are strings.
@@ -116,9 +113,6 @@ class RoundedGradients(AllReduceHook):
 
     Where a step is skipped because its gradients are not finite, e is zero afterwards in the rows
     that were not.
-
-    Args:
-        compression: a key of `ROUNDED_BITS`.
     """
 
     compressions = tuple(ROUNDED_BITS)

@@ -40,11 +40,6 @@ class DiLoCo(LocalSGD):
         wire_dtype: dtype in which changes of weights are sent.
         wire_bits: 8, 4 or 1: bits of each change that is sent, and two bytes for 64 of them; all
             ranks gather them (nothing is reduced on the way). 0: they are sent in `wire_dtype`.
-
-    Attributes:
-        common: the weights a on which the ranks have last agreed, in fp32 at least.
-        momenta: b.
-        errors: e, of this rank.
     """
 
     def __init__(
@@ -63,9 +58,9 @@ class DiLoCo(LocalSGD):
             raise ValueError(f"lr={lr} must be above 0, and momentum={momentum} within [0, 1)")
         self.lr, self.momentum = lr, momentum
         self.wire_dtype, self.wire_bits = wire_dtype, wire_bits
-        self.common: list[Tensor] = []
-        self.momenta: list[Tensor] = []
-        self.errors: list[Tensor] = []
+        self.common: list[Tensor] = []  # a, on which the ranks have last agreed, in fp32 at least
+        self.momenta: list[Tensor] = []  # b
+        self.errors: list[Tensor] = []  # e, of this rank
 
     def start(self, parameters: Sequence[Tensor]) -> None:
         """Keep the weights from which the ranks part."""

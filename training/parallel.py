@@ -32,23 +32,18 @@ BUCKET_MIB = 25  # of gradients in one all-reduce
 
 
 class Parallel:
-    """Nothing but BatchNorm's statistics is shared; the base class of the three forms.
+    """Nothing but BatchNorm's statistics is shared; the base class of the three forms."""
 
-    Attributes:
-        module: what forward and backward passes go through: `model`, wrapped or not.
-        parameters: the optimizer's, in the order in which its state numbers them.
-        observers: called with each bucket of this rank's own gradients before it is sent.
-        replicas_diverge: whether weights and optimizer differ between the ranks at times.
-        skips_apart: whether a rank may skip a step that another one takes.
-        passes_communicate: whether all ranks must do the same number of passes.
-    """
-
-    replicas_diverge = skips_apart = passes_communicate = False
+    replicas_diverge = False  # whether weights and optimizer differ between the ranks at times
+    skips_apart = False  # whether a rank may skip a step that another one takes
+    passes_communicate = False  # whether all ranks must do the same number of passes
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         self.model, self.optimizer, self.world = model, optimizer, world
-        self.module = model
+        self.module = model  # what forward and backward passes go through, wrapped or not
+        # In the order in which the optimizer's state numbers them.
         self.parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        # Called with each bucket of this rank's own gradients before it is sent.
         self.observers: list[Callable[[dist.GradBucket], None]] = []
 
     def wrap(self, *, accumulates: bool) -> None:
