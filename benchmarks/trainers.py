@@ -111,9 +111,7 @@ def steps_of(trainer: Trainer) -> Iterator[int]:
     """Take training steps as `Trainer.train_epoch` does; yield the samples of each."""
     for planned, inputs, labels in all_batches(trainer):
         trainer.set_lr(trainer.scheduled_lr())
-        trainer.train_step(
-            inputs, labels, planned.weight, samples=planned.samples, rows=planned.rows
-        )
+        trainer.train_step(inputs, labels, planned)
         trainer.progress.step_in_epoch += 1
         yield planned.samples
 

@@ -33,7 +33,7 @@ class RankBatch(NamedTuple):
     """A step of one rank."""
 
     rows: Tensor  # (n,) the row numbers it takes
-    weight: float  # of this rank's mean loss in the mean over the ranks
+    weight: float  # of its mean loss in the mean over the ranks: share x ranks / global batch
     samples: int  # rows of all ranks
 
 

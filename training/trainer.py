@@ -37,7 +37,7 @@ from models.averaged_views import AveragedViews
 from optimizers.base import step_unless_skipped
 from optimizers.schedules import Schedule
 from training import evaluation, recovery, step_stats
-from training.batch_sampler import DynamicBatchSampler
+from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
 from training.epoch_report import report_result
@@ -285,9 +285,7 @@ class Trainer:
                 self.world.stage += 1  # this rank waits for no images
                 self.set_lr(self.scheduled_lr())
                 with without_compilation(one_shape and planned.samples != self.batches.size):
-                    self.train_step(
-                        inputs, labels, planned.weight, samples=planned.samples, rows=planned.rows
-                    )
+                    self.train_step(inputs, labels, planned)
                 if self.average is not None:
                     self.average.update()
                 self.world.first_step_done()
@@ -327,32 +325,23 @@ class Trainer:
 
     # ---------------------------------------------------------------- one step
 
-    def train_step(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        weight: float = 1.0,
-        *,
-        samples: int | None = None,
-        rows: Tensor | None = None,
-    ) -> None:
+    def train_step(self, inputs: Tensor, labels: Tensor, planned: RankBatch | None = None) -> None:
         """One optimizer step. Micro-batches are halved while the GPU's memory runs out.
 
         Args:
             inputs, labels: this rank's share of the global batch, (batch, ...) and (batch,).
-            weight: of its mean loss in the mean over the ranks: share x ranks / global batch.
-            samples: rows of the global batch; None is as many on every rank as on this one.
-            rows: (batch,) of the training set; None where no policy asks for them.
+            planned: what the plan says of the share; None is a share as large as all others.
         Raises:
             InputError: the batch is too small for BatchNorm, or too large for the memory.
         """
+        weight = 1.0 if planned is None else planned.weight
         number, is_again = None, False
-        if self.parallel.passes_communicate and samples is not None:
-            number = self.micro_batches.number_on_all_ranks(samples, self.world.size)
+        if self.parallel.passes_communicate and planned is not None:
+            number = self.micro_batches.number_on_all_ranks(planned.samples, self.world.size)
         while True:
             try:
-                if self.meta_learner is not None and rows is not None:
-                    self.meta_learner.begin_step(rows, again=is_again)
+                if self.meta_learner is not None and planned is not None:
+                    self.meta_learner.begin_step(planned.rows, again=is_again)
                 if self.graph is not None:
                     self.graph(inputs, labels, weight=weight)
                     return

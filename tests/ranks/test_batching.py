@@ -20,7 +20,7 @@ from dynamic_batch import ByLoss, ByNoise, Scheduled, WorkerBalancer, at_milesto
 from input_pipeline.sampler import batch_sizes, row_owners
 from trainers import FP32, trainer_of
 from training import step_stats
-from training.batch_sampler import DynamicBatchSampler
+from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.losses import CrossEntropy
 from training.micro_batches import MicroBatches
 from training.step_stats import squared_norm
@@ -156,7 +156,8 @@ def noise_is_measured_between_a_rank_and_all(world: World) -> None:
         for _ in range(2):  # nor does what the first step left in the second
             trainer.model.load_state_dict(image_model().state_dict())
             trainer.sums.values.zero_()
-            trainer.train_step(inputs[mine], labels[mine], shares[world.rank] * 2 / 40)
+            planned = RankBatch(mine, shares[world.rank] * 2 / 40, 40)
+            trainer.train_step(inputs[mine], labels[mine], planned)
         parts = 1 if limit is None else -(-len(mine) // limit)
         assert noise_sums(trainer) == noise_between(mine[: -(-len(mine) // parts)])
 

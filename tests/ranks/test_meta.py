@@ -12,6 +12,7 @@ from input_pipeline.sampler import Sampler
 from mixup import MetaMixup, Mix, least_share, wrong_labels
 from models.transformer import Transformer
 from trainers import build_optimizer, make_trainer
+from training.batch_sampler import RankBatch
 from training.losses import MixedCrossEntropy
 from training.meta_learner import MetaLearner
 
@@ -160,7 +161,7 @@ def all_ranks_learn_one_policy(world) -> None:
     torch.manual_seed(10 + world.rank)
     plan = list(torch.arange(64).view(4, 16)[:, world.rank :: world.size])
     for rows, (tokens, labels) in zip(plan, Texts(64).batches(plan)):
-        trainer.train_step(tokens, labels, rows=rows)
+        trainer.train_step(tokens, labels, RankBatch(rows, 1.0, len(rows) * world.size))
     assert meta.row_losses.sums[1].count_nonzero() == 64 // world.size, "of this rank's rows"
     how = {"precision": trainer.precision, "world": world, "batch_size": 128}
     learner.end_epoch(model, **how)

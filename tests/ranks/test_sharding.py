@@ -16,6 +16,7 @@ from errors import InputError
 from models.residual import residual_blocks
 from ngd import NGD
 from trainers import build_optimizer, make_trainer, text_batch, text_model
+from training.batch_sampler import RankBatch
 from training.losses import BatchLoss, CrossEntropy
 from training.trainer import Trainer
 
@@ -123,7 +124,8 @@ def shares_of_unequal_size_have_as_many_micro_batches(world):
         trainer = trainer_of(world, parallel, micro_batch_size=3)
         trainer.wrap_model()
         inputs, labels = text_batch(6, seed=world.rank)
-        trainer.train_step(inputs[:share], labels[:share], share * 2 / 7, samples=7)
+        planned = RankBatch(torch.arange(share), share * 2 / 7, 7)
+        trainer.train_step(inputs[:share], labels[:share], planned)
         results.append(whole_parameters(trainer))
     assert_close(*results)
 

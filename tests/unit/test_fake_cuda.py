@@ -36,7 +36,7 @@ from models import image_models
 from models.residual import residual_blocks
 from ngd import NGD
 from trainers import build_optimizer, image_network, make_trainer
-from training.batch_sampler import DynamicBatchSampler
+from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.checkpoint import Checkpoint, to_cpu
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_learner import MetaLearner
@@ -218,8 +218,9 @@ def test_meta_mixup_waits_for_nothing(size):
         settings = {"precision": "fp16", "loss_fn": loss_fn, "meta_learner": learner}
         trainer = trainer_of(gpu, world, **settings)
         inputs, labels = batch()
+        planned = RankBatch(torch.arange(len(labels)), 1.0, len(labels) * size)
         for _ in range(3):
-            trainer.train_step(inputs, labels, rows=torch.arange(len(labels)))
+            trainer.train_step(inputs, labels, planned)
         assert meta.row_losses.sums.is_cuda
 
 

@@ -20,6 +20,7 @@ from distributed.world import World
 from errors import InputError
 from models.image_models import create_model
 from trainers import build_optimizer, flat, make_trainer
+from training.batch_sampler import RankBatch
 from training.checkpoint import Checkpoint
 from training.losses import CrossEntropy, MixedCrossEntropy
 from training.meta_learner import MetaLearner
@@ -147,7 +148,8 @@ def test_a_recorded_step_of_meta_mixup_reads_its_rows_and_notes_their_losses(mon
         )
         trainer.meta_learner = MetaLearner(meta, None, until=9)
         for number, (x, y) in enumerate(batches()):
-            trainer.train_step(x, y, rows=(torch.arange(len(y)) + 3 * number) % 32)
+            rows = (torch.arange(len(y)) + 3 * number) % 32
+            trainer.train_step(x, y, RankBatch(rows, 1.0, len(y)))
         sums.append(meta.row_losses.sums)
     torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-5)
     assert (sums[0][1] > 0).all()

@@ -335,7 +335,7 @@ def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
     monkeypatch.setattr(DynamicBatchSampler, "plan", half_weights)
     with mock.patch.object(Trainer, "train_step", autospec=True, side_effect=train_step) as spy:
         digits("--epochs 1")
-    assert {call.args[3] for call in spy.call_args_list} == {0.5}
+    assert {call.args[3].weight for call in spy.call_args_list} == {0.5}
 
 
 def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
