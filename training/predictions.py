@@ -5,6 +5,7 @@ write_predictions(Path("out.jsonl"), predictions, classifier.card)
 """
 
 import csv
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,21 +59,13 @@ def predict(
         batch = inputs[start : start + rows]
         try:
             found = classifier.probabilities(batch, batch_size=rows).tolist()
-        except InputError:
-            found = [_alone(classifier, each) for each in batch]
-        for probabilities, sample in zip(found, coming):
-            if isinstance(probabilities, str):
-                unread[sample.name] = probabilities
+        except InputError as error:
+            if len(batch) > 1:  # each alone, to tell which cannot be read
+                yield from predict(classifier, batch, coming, batch_size=1, unread=unread)
             else:
-                yield sample, probabilities
-
-
-def _alone(classifier: Classifier, sample: Any) -> list[float] | str:
-    """The probabilities of a sample, or why it cannot be read."""
-    try:
-        return classifier.probabilities([sample]).tolist()[0]
-    except InputError as error:
-        return str(error)
+                unread[next(coming).name] = str(error)
+        else:
+            yield from zip(itertools.islice(coming, len(found)), found)
 
 
 def print_predictions(predictions: Iterable[Prediction], outputs: Outputs) -> None:
