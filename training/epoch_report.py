@@ -124,7 +124,10 @@ def report_result(
             print(f"last.pt: each label on the {EVAL_SET_NAMES[name]} set")
             print(*lines[:MAX_LISTED], *more, of_all, sep="\n")
     if evaluated:
-        result = final_result(evaluated, classes, epoch=last["epoch"], shown=shown)
+        show = shown.get(main_set, lambda row: {})
+        result = final_result(
+            main_set, evaluated[main_set], classes=classes, epoch=last["epoch"], show=show
+        )
         log.result(result)
         words = describe_scores(result["scores"])
         is_fitted = main_set == "val" and "temperature" in (result["scores"] or {})
@@ -166,15 +169,10 @@ def against(
 
 
 def final_result(
-    evaluated: Mapping[str, Evaluation],
-    classes: Sequence[str],
-    *,
-    epoch: int,
-    shown: Mapping[str, Show],
+    name: str, found: Evaluation, *, classes: Sequence[str], epoch: int, show: Show
 ) -> dict[str, Any]:
-    """What a report shows of the evaluation after `epoch` on the test set, else on validation."""
-    name = "test" if "test" in evaluated else "val"
-    found, rows = evaluated[name], evaluated[name].rows
+    """What a report shows of an evaluation after `epoch`, on the set of this name."""
+    rows = found.rows
     scores = None if rows is None else rows.scores()
     result = {"epoch": epoch, "eval_set": EVAL_SET_NAMES[name], "scores": scores}
     if found.average_precision is not None:
@@ -182,7 +180,7 @@ def final_result(
     else:
         result["rows"] = int(found.class_counts[1].sum())
     if rows is not None and scores:
-        result["worst"] = worst_rows(rows, classes, shown.get(name, lambda row: {}))
+        result["worst"] = worst_rows(rows, classes, show)
     return result
 
 

@@ -83,20 +83,17 @@ class Evaluation:
         """The mean of the classes' areas under the ROC curve, in 0..1; None without the rows."""
         return None if self.rows is None else self.rows.auroc()
 
-    def spread(self, name: str) -> str:
+    def spread(self, eval_set: str) -> str:
         """The accuracy's standard error by chance of the rows, in words; '' of several labels.
 
         It is that of a binomial distribution, after Agresti and Coull, so that none is 0.
-
-        Args:
-            name: of the evaluation set.
         """
         if self.average_precision is not None:
             return ""
         rows = int(self.class_counts[1].sum())
         share = (rows * self.accuracy + 2) / (rows + 4)
         error = 100 * math.sqrt(share * (1 - share) / (rows + 4))
-        return f" (accuracy on {rows:,} {name} rows: +- {error:.1f})"
+        return f" (accuracy on {rows:,} {eval_set} rows: +- {error:.1f})"
 
     def calibrated(self, temperature: float) -> Evaluation:
         """The same, with probabilities of logits that are divided by `temperature`."""

@@ -36,10 +36,6 @@ TO_BE_ADDED = """
 def write_model_card(file: Path, checkpoint: Checkpoint, card: Card) -> None:
     """Write a card in Markdown beside an exported file, and print its name.
 
-    Args:
-        file: the exported one.
-        checkpoint: what was exported.
-        card: of its model.
     Raises:
         InputError: the card cannot be written.
     """

@@ -126,8 +126,7 @@ class Probe:
         largest = -(-batch_size // number)
         micro_batches.limit = -(-largest // 2)
         self.model.zero_grad(set_to_none=True)
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         self.log.info(
             f"out of memory: micro-batch halved to {micro_batches.limit}, accumulation raised to "
             f"{micro_batches.number(batch_size)}; the global batch is unchanged "
