@@ -184,15 +184,12 @@ def fmix(
     """
     mix = mixup(labels, alpha, generator=generator)
     device = labels.device
-    rows, columns = (
-        torch.fft.fftfreq(height, device=device),
-        torch.fft.rfftfreq(width, device=device),
-    )
+    rows = torch.fft.fftfreq(height, device=device)
+    columns = torch.fft.rfftfreq(width, device=device)
     frequency = (rows[:, None].square() + columns.square()).sqrt()
     parts = torch.randn((2, *frequency.shape), generator=generator, device=device)
-    spectrum = (
-        torch.complex(*parts.unbind()) / frequency.clamp(min=1 / max(height, width)) ** FMIX_DECAY
-    )
+    decay = frequency.clamp(min=1 / max(height, width)) ** FMIX_DECAY
+    spectrum = torch.complex(*parts.unbind()) / decay
     noise = torch.fft.irfft2(spectrum, (height, width)).flatten()
     rank = noise.argsort().argsort()  # of each pixel among all
     own = (rank < (mix.weight[0] * len(noise)).round()).float()
@@ -237,10 +234,7 @@ def cutmix(
 def _pixel_range(centre: float, lam: float, *, size: int) -> tuple[int, int]:
     """Return the first pixel, and the one after the last, that a rectangle covers of an axis.
 
-    Args:
-        centre: of the rectangle, as a share of the axis.
-        lam: lambda; the rectangle has the share sqrt(1 - lam) of the axis.
-        size: pixels of the axis.
+    It has the share sqrt(1 - lam) of the axis, around `centre`, which is a share as well.
     """
     half = math.sqrt(1 - lam) / 2
     return max(0, round((centre - half) * size)), min(size, round((centre + half) * size))
@@ -263,8 +257,7 @@ def sample_mix(
         height, width: of the images, in pixels; kinds of `TEXT_KINDS` ignore them.
         settings: further arguments of that kind's function.
     """
-    kinds: dict[str, Callable[..., Mix]]
-    kinds = {
+    kinds: dict[str, Callable[..., Mix]] = {
         "mixup": mixup,
         "inter_class": inter_class,
         "intra_class": intra_class,
@@ -290,7 +283,11 @@ def blend(x: Tensor, mix: Mix) -> Tensor:
         A new tensor of the shape, dtype and memory format of `x`.
     """
     if mix.box is not None:
-        return _paste(x, mix.partner, mix.box)
+        top, bottom, left, right = mix.box
+        mixed = x.clone()
+        pasted = _select_rows(x[..., top:bottom, left:right], mix.partner)
+        mixed[..., top:bottom, left:right] = pasted
+        return mixed
     per_sample = (-1, *[1] * (x.ndim - 1))
     weight = mix.weight.view(per_sample) if mix.weight_map is None else mix.weight_map
     weight, partners = weight.to(x.dtype), _select_rows(x, mix.partner)
@@ -299,27 +296,11 @@ def blend(x: Tensor, mix: Mix) -> Tensor:
     return partners.lerp_(x, weight)
 
 
-def _paste(x: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> Tensor:
-    """Copy x (batch, channels, height, width) and fill the box of each image from its partner."""
-    top, bottom, left, right = box
-    mixed = x.clone()
-    source, target = x[..., top:bottom, left:right], mixed[..., top:bottom, left:right]
-    if x.requires_grad:
-        target.copy_(_select_rows(source, partner))
-    else:
-        _select_rows(source, partner, out=target)
-    return mixed
-
-
-def _select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x[rows]; `out` has the strides of `x`.
-
-    In channels_last it is three times as fast as torch's indexing.
-    """
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[rows]; in channels_last it is three times as fast as torch's indexing."""
     if x.ndim == 4 and x.stride(1) == 1:
-        into = None if out is None else out.permute(0, 2, 3, 1)
-        return torch.index_select(x.permute(0, 2, 3, 1), 0, rows, out=into).permute(0, 3, 1, 2)
-    return torch.index_select(x, 0, rows, out=out)
+        return x.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+    return x.index_select(0, rows)
 
 
 def cross_entropy(
@@ -560,8 +541,7 @@ class MetaMixup:
         Raises:
             ValueError: it is of other data.
         """
-        shares, wrong, excess = state["shares"], state["wrong"], state["excess"]
-        if excess.shape != self.row_losses.excess.shape:
+        if state["excess"].shape != self.row_losses.excess.shape:
             raise ValueError("losses of other data")
-        self.shares, self.wrong = shares, wrong
-        self.row_losses.excess.copy_(excess)
+        self.shares, self.wrong = state["shares"], state["wrong"]
+        self.row_losses.excess.copy_(state["excess"])
