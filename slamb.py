@@ -282,19 +282,14 @@ class SLAMB(CommunicatingOptimizer):
         return decoded
 
     def _note_missing(self, parts: list[Part], flags: Tensor, *, weights: list[Tensor]) -> None:
-        """Writes into the parts which weights have a gradient on some rank.
+        """Writes into the parts of all groups which weights have a gradient on some rank.
 
-        Args:
-            parts: of all groups.
-            flags: mean over the ranks of `_own_flags`.
-            weights: all weights, in the order of the parts.
+        `flags` is the mean over the ranks of `_own_flags`; the weights are in the parts' order.
         """
-        if len(flags) > 1:
-            has_gradient = flags[1:]
-        else:
-            if self.averager.size == 1:
-                is_missing = any(p.grad is None for p in weights)
-            else:
+        has_gradient = flags[1:]
+        if not len(has_gradient):
+            is_missing = any(p.grad is None for p in weights)
+            if self.averager.size > 1:
                 is_missing = bool(flags[0] > 0)  # read by the host of a CPU, alike on all ranks
             if not is_missing:
                 return
@@ -470,12 +465,8 @@ class ParamGroupBuffers:
         """Computes moments and u of the large tensors, of which some units were exchanged.
 
         All elements move by this rank's own gradients, and those of the units then get the mean
-        momentum and a new u, from the weights before this step, which are therefore read first.
-
-        Args:
-            units: what was exchanged.
-            means: of their momentum over the ranks, flat.
-            adam: of this step.
+        momentum (`means`, flat) and a new u, from the weights before this step, which are therefore
+        read first.
         """
         m, v, u = self.m[self.large], self.v[self.large], self.u[self.large]
         means = means.view(len(units), BLOCK)
@@ -488,11 +479,9 @@ class ParamGroupBuffers:
         u.index_copy_(0, units, of_units)
 
     def _update_freshness(self, units: Tensor | None, active: Tensor) -> None:
-        """Makes all units a step older but for those that were exchanged.
+        """Makes all units a step older but for those that were exchanged; None is everything.
 
-        Args:
-            units: what was exchanged; None: everything.
-            active: () or (rows, 1), 0 where nothing changes, else 1.
+        `active` is () or (rows, 1), 0 where nothing changes, else 1.
         """
         freshness, beta3 = self.freshness, self.group["beta3"]
         if units is None:
