@@ -40,17 +40,14 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
         unit: number of ranks, so that equal shares are integers.
     """
     lowest = math.floor(math.log2(low / base)) - 1
-    highest = math.ceil(math.log2(high / base))
-    sizes = set()
-    for exponent in range(lowest, highest + 1):
-        for factor in (1, 1.5):
-            size = max(round(base * 2.0**exponent * factor / unit), 1) * unit
-            if low <= size <= high:
-                sizes.add(size)
+    exponents = range(lowest, math.ceil(math.log2(high / base)) + 1)
+    grid = (base * 2.0**exponent * factor for exponent in exponents for factor in (1, 1.5))
+    sizes = [max(round(size / unit), 1) * unit for size in grid]
+    sizes = [size for size in sizes if low <= size <= high]
     if not sizes:
-        sizes = {max(limit // unit, 1) * unit for limit in (low, high)}
+        sizes = [max(limit // unit, 1) * unit for limit in (low, high)]
     target = min(max(target, low), high)
-    return min(sorted(sizes), key=lambda size: abs(math.log(size / target)))
+    return min(sizes, key=lambda size: abs(math.log(size / target)))
 
 
 def apportion(total: int, weights: Sequence[float], *, minimum: int = 0) -> list[int]:
