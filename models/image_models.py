@@ -36,14 +36,14 @@ def create_model(arch: str, *, classes: int, channels: int, image_size: int) -> 
     Raises:
         InputError: there is no such model, or it cannot take images of that size.
     """
-    if arch == "vgg8":
-        model = vgg.VGG8(classes=classes, channels=channels)
-        return checked(model, arch, channels=channels, image_size=image_size)
+    sizes = {"channels": channels, "image_size": image_size}
+    if arch in resnet.STAGES:
+        return resnet.create_resnet(arch, classes=classes, **sizes)
     if arch.startswith(TIMM):
-        return _create_timm_model(arch, classes, channels=channels, image_size=image_size)
-    if arch in ARCHITECTURES:
-        return resnet.create_resnet(arch, classes=classes, channels=channels, image_size=image_size)
-    return _create_torchvision_model(arch, classes, channels=channels, image_size=image_size)
+        return _create_timm_model(arch, classes, **sizes)
+    if arch == "vgg8":
+        return checked(vgg.VGG8(classes=classes, channels=channels), arch, **sizes)
+    return checked(_create_torchvision_model(arch, classes, **sizes), arch, **sizes)
 
 
 def part_for_colours(model: nn.Module) -> nn.Module:
@@ -144,9 +144,7 @@ def _create_torchvision_model(
     options |= {"image_size": image_size} if arch.startswith("vit_") else {}
     with refused_as(arch, (AssertionError,)):
         model = models.get_model(arch, weights=None, num_classes=classes, **options)
-    if channels == 1:
-        model = nn.Sequential(GreyToColour(), model)
-    return checked(model, arch, channels=channels, image_size=image_size)
+    return nn.Sequential(GreyToColour(), model) if channels == 1 else model
 
 
 def checked(model: nn.Module, arch: str, *, channels: int, image_size: int) -> nn.Module:
