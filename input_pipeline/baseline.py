@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from input_pipeline.image_batches import FileDecoder
+from input_pipeline.image_batches import FileDecoder, spread
 from input_pipeline.image_datasets import ImageSplit
 from input_pipeline.text_datasets import TextSplit
 
@@ -140,8 +140,3 @@ def small_pixels(split: ImageSplit, decoder: FileDecoder) -> Tensor:
     parts = decoder.run(map(split.reader, torch.arange(len(split)).split(64)))
     images = (part.permute(0, 3, 1, 2).float().div_(255) for part in parts)
     return torch.cat([F.adaptive_avg_pool2d(part, SIDE).flatten(1) for part in images])
-
-
-def spread(rows: int, most: int) -> Tensor:
-    """Row numbers, `most` of them at most, spread evenly."""
-    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()

@@ -179,14 +179,19 @@ def channel_statistics(images: ImageSplit, decoder: FileDecoder) -> tuple[list[f
     They are computed from up to 10,000 images, or 2,000 files, spread evenly over the split.
     """
     most = STATISTICS_ROWS if images.files is None else STATISTICS_FILES
-    rows = torch.linspace(0, len(images) - 1, min(len(images), most), dtype=torch.float64)
-    parts = rows.long().unique().split(max(1, STATISTICS_PIXELS // images.size**2))
+    rows = spread(len(images), most)
+    parts = rows.split(max(1, STATISTICS_PIXELS // images.size**2))
     tasks = (partial(count_values, images.reader(part)) for part in parts)
     counts = sum(decoder.run(tasks), torch.tensor(0)).double()
     values = torch.arange(256, dtype=torch.float64) / 255
     mean, mean_square = (counts @ each / counts.sum(1) for each in (values, values.square()))
     std = (mean_square - mean.square()).clamp(min=1e-8).sqrt()
     return mean.tolist(), std.tolist()
+
+
+def spread(rows: int, most: int) -> Tensor:
+    """Row numbers, `most` of them at most, spread evenly."""
+    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
 
 
 def count_values(read: Callable[[], Tensor]) -> Tensor:
