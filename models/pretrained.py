@@ -148,11 +148,8 @@ def match_names(
             f"{source}: holds weights of several models that fit, whose names begin "
             f"with {list_names(sorted(best))}; save the state_dict of one alone"
         )
-    return {
-        name.removeprefix(best[0]): value
-        for name, value in plain.items()
-        if name.startswith(best[0])
-    }
+    (prefix,) = best
+    return {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)}
 
 
 def classifier_names(model: nn.Module) -> list[str]:
@@ -239,11 +236,9 @@ def describe_rows(layer: str, rows: Mapping[int, int], classes: Sequence[str]) -
     new = [name for number, name in enumerate(classes) if number not in rows]
     if not rows:
         return f"; {layer} begins anew, as the weights name no class that is here"
-    return (
-        f"; in {layer} begin anew: {list_names(new)}"
-        if new
-        else f"; {layer} keeps all outputs, by name"
-    )
+    if new:
+        return f"; in {layer} begin anew: {list_names(new)}"
+    return f"; {layer} keeps all outputs, by name"
 
 
 def fit_channels(weight: Tensor, own: Tensor | None) -> Tensor:
