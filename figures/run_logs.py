@@ -120,14 +120,13 @@ def run_folders(group: Path) -> list[Path]:
 def finished(folder: Path) -> bool:
     """Tell whether a run's log holds its last epoch, or one with which the run ended early."""
     try:
-        config, rows = read_config(folder), [json.loads(line) for line in row_lines(folder)]
+        config, rows = read_config(folder), read_rows(folder)
         flags = config["flags"]
-        early_stop = EarlyStop(
-            chosen_by(flags, rows), flags.get("patience", 0), flags.get("stop_at", 0.0)
-        )
+        patience, target = flags.get("patience", 0), flags.get("stop_at", 0.0)
+        early_stop = EarlyStop(chosen_by(flags, rows), patience, target)
         ended_early = early_stop.reason(rows, since=num_judged_otherwise(config, rows))
         return rows[-1]["epoch"] >= flags["epochs"] or bool(ended_early)
-    except (InputError, IndexError, KeyError, ValueError):
+    except (InputError, KeyError):
         return False
 
 

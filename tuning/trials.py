@@ -5,7 +5,6 @@ value = runner(trial, ["--lr", "0.1"])    # raises optuna.TrialPruned or TrialFa
 """
 
 import fcntl
-import json
 import os
 import queue
 import signal
@@ -23,7 +22,7 @@ import torch
 import errors
 from distributed.worker import SWEEP
 from errors import InputError
-from figures.run_logs import ROOT, measured
+from figures.run_logs import ROOT, measured, read_rows
 from training.epoch_report import is_evaluated
 from tuning.config import SweepConfig
 
@@ -131,12 +130,9 @@ class TrialRunner:
 
 
 def complete_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
-    try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """Return the rows of metrics.jsonl, which is always written as a whole; [] without any yet."""
+    path = folder / "metrics.jsonl"
+    return read_rows(folder) if path.exists() and path.stat().st_size else []
 
 
 def how_it_failed(folder: Path, code: int) -> str:
