@@ -241,13 +241,7 @@ def _pixel_range(centre: float, lam: float, *, size: int) -> tuple[int, int]:
 
 
 def sample_mix(
-    kind: str,
-    labels: Tensor,
-    *,
-    alpha: float,
-    height: int,
-    width: int,
-    **settings: Any,
+    kind: str, labels: Tensor, *, alpha: float, height: int, width: int, **settings: Any
 ) -> Mix:
     """Sample a Mix of a kind that is named by a string.
 

@@ -38,9 +38,7 @@ def supports_fused_optimizers(parameters: Iterable[Tensor]) -> bool:
 
     They support GPUs in every version, and CPUs from torch 2.5 on.
     """
-    return TORCH_VERSION >= (2, 5) or all(
-        parameter.device.type == "cuda" for parameter in parameters
-    )
+    return TORCH_VERSION >= (2, 5) or all(each.device.type == "cuda" for each in parameters)
 
 
 def ddp_buffer_arguments() -> dict[str, bool]:

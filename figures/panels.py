@@ -81,12 +81,7 @@ def plain_log_ticks(axis: Any, base: int = 10) -> None:
 
 
 def draw_panel(
-    axes: Axes,
-    named_runs: Mapping[str, Runs],
-    x: str,
-    y: str,
-    *,
-    title: str = "",
+    axes: Axes, named_runs: Mapping[str, Runs], x: str, y: str, *, title: str = ""
 ) -> None:
     """Draw one column over another: the mean over the seeds as a line, and their range as a band.
 

@@ -227,11 +227,7 @@ class FileDecoder:
     """
 
     def __init__(
-        self,
-        workers: int | None,
-        *,
-        seconds: float = math.inf,
-        splits: Iterable[ImageSplit] = (),
+        self, workers: int | None, *, seconds: float = math.inf, splits: Iterable[ImageSplit] = ()
     ) -> None:
         self.workers = torch.get_num_threads() if workers is None else workers
         self.seconds = seconds
@@ -296,10 +292,7 @@ class FileDecoder:
             self.idle.append((queue, loader, readers))  # the next call drops what is decoded
 
     def batches(
-        self,
-        images: ImageSplit,
-        row_batches: Sequence[Tensor],
-        changes: RowChanges | None = None,
+        self, images: ImageSplit, row_batches: Sequence[Tensor], changes: RowChanges | None = None
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield (rows, parts of their pixels) for each entry of `row_batches`, in the same order.
 

@@ -141,12 +141,7 @@ class ImageSplit:
 
 
 def read_image_splits(
-    name: str,
-    data_dir: str,
-    *,
-    image_size: int = 0,
-    interpolation: str = "bilinear",
-    **own: Any,
+    name: str, data_dir: str, *, image_size: int = 0, interpolation: str = "bilinear", **own: Any
 ) -> tuple[dict[str, ImageSplit], list[str]]:
     """Read the images of a data set and the names of its classes.
 
