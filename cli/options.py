@@ -36,7 +36,7 @@ YES_OR_NO = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 # What --predict and --export take of the flags that belong to the result; arch has to fit.
 OF_PREDICTION = ("arch", "model_args", "device", "deterministic", "batch_size", "text_column",
-                 "label_column")  # fmt: skip
+                 "label_column", "label_separator", "data_dir")  # fmt: skip
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LORA_RATE = 10  # times that of whole layers (Schulman et al., "LoRA Without Regret", 2025)
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -111,6 +111,7 @@ def parse(
             use = "predict" if settings.predict else "export"
             ignored = {parser.flags[name].name for name in given if name not in OF_PREDICTION}
             for name in sorted(ignored & found.changed.keys()):
+                name = f"--no-{name[2:]}" if found.changed[name][1] is False else name
                 print_once(f"warning: {name} has no effect with --{use}: the model stays as it was")
     if not uses_trained_model(flags):
         with refused_as(f"--out {settings.out}"):

@@ -10,6 +10,7 @@ weights_only=True.
 import contextlib
 import copy
 import errno
+import io
 import os
 import re
 import warnings
@@ -30,7 +31,7 @@ from training.atomic_file import atomic_write
 FORMAT_NAME = "faster-training-"
 FORMAT = f"{FORMAT_NAME}11"
 MAPPED = ("model", "optimizer", "ranks", "average")  # their tensors are read where they are used
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+PLAIN = (bool, int, float, str, type(None))  # of which torch need not be asked
 STATE = (*MAPPED, "optimizer_kind", "hook", "scaler", "learner", "batching")
 OLDER_NAME = re.compile(r"last-([1-9][0-9]*)\.pt")  # a checkpoint before last.pt
 
@@ -229,11 +230,19 @@ def to_cpu(state: Any) -> Any:
 
 
 def is_plain(state: Any) -> bool:
-    """Whether torch reads it under weights_only: tensors and `PLAIN` in dicts, lists, tuples."""
+    """Whether torch reads it back under weights_only, which it decides by the types."""
     if type(state) in (dict, OrderedDict, list, tuple):
         parts = [*state, *state.values()] if isinstance(state, dict) else state
         return all(map(is_plain, parts))
-    return isinstance(state, Tensor) or type(state) in PLAIN
+    if isinstance(state, Tensor) or type(state) in PLAIN:
+        return True
+    stored = io.BytesIO()
+    try:
+        torch.save(state, stored)
+        torch.load(io.BytesIO(stored.getvalue()), weights_only=True)
+    except Exception:  # of many types for many kinds of objects
+        return False
+    return True
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ class Checkpointer:
     keep: int  # how many checkpoints stay: last.pt and those before it
     # Of 'last' and 'best', what the last save failed to write.
     unsaved: set[str] = field(default_factory=set, init=False)
+    is_warned: bool = field(default=False, init=False)  # that no run goes on from them
 
     @property
     def world(self) -> World:
@@ -64,7 +65,8 @@ class Checkpointer:
             content = {**self.metadata, **state, **(shown or {}), "progress": progress}
 
             def write() -> set[str]:
-                if not has_moments(state):
+                if not has_moments(state) and not self.is_warned:
+                    self.is_warned = True
                     self.log.info(
                         f"warning: the state of {state['optimizer_kind']} holds objects that torch "
                         "does not read back: checkpoints have the weights, but no run goes on from "

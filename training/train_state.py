@@ -153,17 +153,22 @@ class TrainState:
 
 def has_moments(state: Mapping[str, Any]) -> bool:
     """Whether a run can go on from what `TrainState.state_dict` returned."""
-    return (state["optimizer"] or state["ranks"][0]["optimizer"])["state"] is not None
+    return (state["optimizer"] or state["ranks"][0]["optimizer"]).get("state", {}) is not None
 
 
 def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state_dict without what torch does not read back under weights_only.
 
-    Settings that are objects stay those of the flags; moments among objects are None.
+    Settings that are objects stay those of the flags. Where moments, or what else an optimizer of
+    somebody's own has, are objects, there is no state: None.
     """
+    rest = {name: value for name, value in state.items() if name != "param_groups"}
+    if not is_plain(rest):
+        return {"state": None}
+    if "param_groups" not in state:  # as of one that wraps another
+        return rest
     groups = [{k: v for k, v in group.items() if is_plain(v)} for group in state["param_groups"]]
-    moments = state["state"] if is_plain(state["state"]) else None
-    return {**state, "state": moments, "param_groups": groups}
+    return {**rest, "param_groups": groups}
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.folds and splits is not own_data.SPLIT_NAMES and "val" in splits:
         raise InputError(f"--folds: {data_dir} has a validation set; make it a part of train")
     if not args.folds and "test" not in splits:
-        raise InputError(
-            f"--data_dir {data_dir}: has no test set, which a race without --folds needs"
-        )
+        problem = "has no test set, which a race without --folds needs"
+        is_there = Path(data_dir).exists()
+        raise InputError(f"--data_dir {data_dir}: {problem if is_there else 'no such folder'}")
     arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
     out = args.out or Path("races", f"{script.file.removesuffix('_test.py')}-{flag.lstrip('-')}")
     read = {"script": script, "arms": arms, "out": out}

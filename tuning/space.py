@@ -59,11 +59,12 @@ def read_space(path: Path, script: TargetScript) -> Space:
             space[name] = read_entry(entry, partial(script.usual, name))
         except InputError as error:
             raise InputError(f"{source}, {spelling}: {error}") from None
+    choices = {name: entry["choices"] for name, entry in space.items() if "choices" in entry}
     for name, entry in space.items():
         ends = [entry[end] for end in ("low", "high") if end in entry]
         try:
             for value in [*ends, *entry.get("choices", [])]:
-                script.check_value(name, value, searched=space)
+                script.check_value(name, value, owners=choices)
         except InputError as error:
             raise InputError(f"{source}, {name}: {error}") from None
     return space

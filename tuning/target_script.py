@@ -110,11 +110,26 @@ class TargetScript:
         defaults = self.parser.defaults()
         return defaults | options.defaults_of_weights(defaults | given, self.parser) | given
 
-    def check_value(self, name: str, value: Any, searched: Collection[str]) -> None:
-        """Raise InputError where the script refuses a value of a searched flag in every trial."""
+    def check_value(self, name: str, value: Any, owners: Mapping[str, Sequence[Any]]) -> None:
+        """Raise InputError where the script refuses a value of a searched flag in every trial.
+
+        Args:
+            owners: choices of searched flags, of which one may have the setting `name`.
+        """
         flags, flag = self.flags({name: value}), self.parser.find(name.partition(".")[0])
-        if flag is None or flag.owner not in searched:
-            self.parser.complete(flags)
+        if flag is None or flag.type is not setting:
+            return
+        alone = {**flags, **{other.dest: {} for other in self.parser.settings()}}
+        alone[flag.dest] = {name.partition(".")[2].replace("-", "_"): value}
+        refused: list[InputError] = []
+        choices = owners.get(flag.owner, [flags[flag.owner]])
+        for chosen in choices:
+            try:
+                self.parser.complete({**alone, flag.owner: chosen})
+            except InputError as error:
+                refused.append(error)
+        if len(refused) == len(choices):
+            raise refused[0]
 
     def has_effect(self, name: str) -> bool:
         flag = self.parser.find(name)
@@ -130,7 +145,10 @@ class TargetScript:
 
     def check(self, arguments: Sequence[str]) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
-        self.own_splits()
+        given = self.parser.defaults() | self.parser.given(arguments)
+        is_own, folder = given["dataset"] in own_data.DATASETS, given["data_dir"]
+        if is_own and not os.path.exists(folder):
+            raise InputError(f"--data_dir {folder}: there is no such folder")
         options.parse(self.parser, self.file.removesuffix(".py"), arguments)
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,18 +160,12 @@ class TargetScript:
         return shared | dict(params)
 
     def own_splits(self) -> Collection[str]:
-        """Return which of train, val and test own data has; all of them for other data.
-
-        Raises:
-            InputError: its folder is missing.
-        """
+        """Return which of train, val and test own data has; all of them for other data."""
         flags = self.flags({})
         if flags["dataset"] not in own_data.DATASETS:
             return own_data.SPLIT_NAMES
-        if not (folder := Path(flags["data_dir"])).exists():
-            raise InputError(f"--data_dir {folder}: there is no such folder")
         folders = () if flags["dataset"] == "csv" else ("",)
-        return own_data.find_splits(folder, (*folders, *csv_tables.SUFFIXES))
+        return own_data.find_splits(Path(flags["data_dir"]), (*folders, *csv_tables.SUFFIXES))
 
     def settings(self) -> dict[str, Any]:
         """Return the shared flags that trials need in common to be compared, and own data."""

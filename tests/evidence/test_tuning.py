@@ -104,6 +104,7 @@ def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
         (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("opt_args.rnak", 8), "", "did you mean rank?"),
+        (categorical("optimizer", "sgd", "adamw") + categorical("opt_args.rank", 8), "", "rank"),
         (categorical("out", "x"), "", "the search sets this flag"),
         (None, "--leraning_rate 1", "did you mean --learning_rate?"),
         (None, "--sampler grid", "lr has a range"),
