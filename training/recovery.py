@@ -12,6 +12,7 @@ from distributed.world import under_torchrun
 from errors import (
     INTERRUPTED,
     STOP_SIGNALS,
+    InputError,
     Interrupted,
     NonFiniteLoss,
     first_line,
@@ -107,7 +108,11 @@ def check_last_epoch(rows: Sequence[Row], *, is_scaled: bool) -> None:
 
 
 def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog) -> None:
-    """Return to the last checkpoint with half the learning rate; NonFiniteLoss where too often."""
+    """Return to the last checkpoint with half the learning rate.
+
+    Raises:
+        NonFiniteLoss: it has returned too often, or the checkpoint cannot be read back.
+    """
     rollbacks, lr_factor = progress.rollbacks + 1, progress.lr_factor / 2
     where = f"epoch {progress.epoch + 1}, step {progress.step}"
     if rollbacks > MAX_ROLLBACKS:
@@ -116,7 +121,10 @@ def roll_back(progress: Progress, restore_last: Callable[[], None], log: RunLog)
             f"checkpoint with half the learning rate each; {REMEDIES}"
         )
     spent = progress.seconds, progress.compile_seconds, progress.eval_seconds
-    restore_last()
+    try:
+        restore_last()
+    except InputError as error:
+        raise NonFiniteLoss(f"the loss was not finite at {where}; {error}; {REMEDIES}") from None
     progress.seconds, progress.compile_seconds, progress.eval_seconds = spent
     progress.rollbacks, progress.lr_factor = rollbacks, lr_factor
     log.write_rows(progress.rows)

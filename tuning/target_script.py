@@ -120,7 +120,7 @@ class TargetScript:
         if flag is None or flag.type is not setting:
             return
         alone = {**flags, **{other.dest: {} for other in self.parser.settings()}}
-        alone[flag.dest] = {name.partition(".")[2].replace("-", "_"): value}
+        alone |= self.parser.given(self.to_arguments({name: value}))
         refused: list[InputError] = []
         choices = owners.get(flag.owner, [flags[flag.owner]])
         for chosen in choices:

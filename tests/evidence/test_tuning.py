@@ -81,8 +81,10 @@ def test_a_space_is_read_and_sampled(tmp_path):
         "nesterov: {type: categorical, choices: [false]}\n"
         "optimizer: {type: categorical, choices: [sgd, kaldi_ngd]}\n"
         "opt_args.alpha: {type: categorical, choices: [1.0]}\n"  # of one of them
+        "lr_args.end: {type: float, low: 0.0, high: 0.1}\n"
+        "crop_pad: {type: int, low: 1, high: 4}\n"  # a former name of a setting
     )
-    ours = ["optimizer", "opt_args.alpha"]
+    ours = ["optimizer", "opt_args.alpha", "lr_args.end", "crop_pad"]
     values = space.suggest(optuna.create_study().ask(), space.read_space(path, script))
     assert list(values) == ["lr", "clip", "bs", "nesterov", *ours]
     assert 1e-3 <= values["lr"] <= 0.5

@@ -27,6 +27,7 @@ from training import checkpoint, recovery
 from training.batch_sampler import DynamicBatchSampler
 from training.classifier import load
 from training.losses import CrossEntropy
+from training.progress import Progress
 from training.run_log import RunLog
 from training.trainer import Trainer
 
@@ -139,6 +140,12 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
     assert all(tensor.isfinite().all() for tensor in found.weights.values())
     assert found.progress["epoch"] == 0
     assert not ranks.metrics(here / "run")
+
+
+def test_divergence_without_a_checkpoint_to_return_to_is_told_apart_from_bad_input():
+    restore_last = mock.Mock(side_effect=errors.InputError("last.pt lacks moments"))
+    with pytest.raises(errors.NonFiniteLoss, match="at epoch 1, step 0; last.pt lacks moments"):
+        recovery.roll_back(Progress(), restore_last, mock.Mock())
 
 
 def test_an_epoch_of_bad_steps_alone_at_the_end_is_exit_code_3(here, digits, fail_in):
