@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -241,6 +242,8 @@ class FileDecoder:
             InputError: the workers cannot be started.
         """
         tasks = Tasks()
+        # The kernel takes the end of the thread that forks for that of its process.
+        is_main = threading.current_thread() is threading.main_thread()
         loader = DataLoader(
             tasks,
             sampler=tasks,
@@ -249,7 +252,7 @@ class FileDecoder:
             # Shares what is imported; Python 3.14 would start a server, which is then the parent.
             multiprocessing_context="fork" if self.workers else None,
             persistent_workers=self.workers > 0,
-            worker_init_fn=obey_parent_alone,
+            worker_init_fn=partial(obey_parent_alone, dies=is_main),
             generator=torch.Generator(),  # torch's own would give the model other weights
         )
         # Blocked before the fork, so that threads which a library starts at it inherit the mask.
@@ -344,15 +347,20 @@ def describe_readers(readers: Sequence[int]) -> str:
     return f"images of process {', '.join(f'{each}{state}' for each, state in named.items())}"
 
 
-def obey_parent_alone(worker: int) -> None:
+def obey_parent_alone(worker: int, *, dies: bool) -> None:
     """Let a worker, whose stop signals are blocked, go on after those that reach a whole job.
 
     The training process finishes its step, writes a checkpoint and then ends its workers; where it
-    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits. One that hangs ends
-    with the training process.
+    ends otherwise, multiprocessing sends them a SIGTERM from there, and waits.
+
+    Args:
+        dies: whether one that hangs is killed with the training process; else a thread forked it.
     """
     parent = multiprocessing.parent_process()  # also where it has ended by now
-    end_with_parent(signal.SIGKILL, str(parent.pid) if parent else "")
+    if dies:
+        end_with_parent(signal.SIGKILL, str(parent.pid) if parent else "")
+    else:  # Python's end of it would join the pool of that thread, fail, and be an error of torch
+        multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=-100)
 
     def end_with_it() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -195,7 +196,8 @@ def test_an_erased_rectangle_has_the_mean_colour(train):
 def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path) -> None:
     splits, _ = read_image_splits("folder", str(folder), image_size=16)
     others = {child.pid for child in multiprocessing.active_children()}  # of tests before
-    decoder, workers = FileDecoder(workers=2), set()
+    with ThreadPoolExecutor() as pool:  # whose threads end
+        decoder, workers = pool.submit(FileDecoder, 2).result(), set()
     for _ in range(3):
         train, test = (
             decoder.batches(split, torch.randperm(len(split)).split(3)) for split in splits.values()
@@ -205,8 +207,13 @@ def test_workers_stay_over_epochs_and_two_sets_may_be_read_in_turns(folder: Path
         ):
             assert torch.equal(torch.cat(pixels), split.decode(rows))
         train.close()  # within its epoch
-        workers |= {child.pid for child in multiprocessing.active_children()}
-    assert len(workers - others) == 4
+        workers |= set(multiprocessing.active_children())
+    workers = {each for each in workers if each.pid not in others}
+    assert len(workers) == 4
+    del decoder, train, test
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0, "else torch raises an error in the main thread"
     paths = splits["train"].files
     assert paths.nbytes == len(paths) * len(os.fsencode(folder / "train" / "blue" / "00.png"))
 
