@@ -1,6 +1,6 @@
 """Image classification: ResNet-50 on CIFAR-10, and other models and data sets by flag.
 
-python resnet50_test.py                                          # ResNet-50, CIFAR-10, 50 epochs
+python resnet50_test.py                                          # ResNet-50, CIFAR-10, 12 epochs
 python resnet50_test.py --ngd --meta_learning                    # NGD, learned mixup
 python resnet50_test.py --dataset digits --arch resnet20         # embedded data, a minute on a CPU
 bash run_distributed.sh resnet50_test.py --bs 256                # all GPUs of this node

@@ -216,8 +216,8 @@ probe() { # probe NAME SECONDS WORD...
 
 part_C() {
     step join 60 bash "$self" join
-    train step gpu_named/ngd-meta-seed0 510 --ngd --meta_learning --seed 0
-    train step gpu_named/ngd-seed0 510 --ngd --seed 0
+    train step gpu_named/ngd-meta-seed0 280 --ngd --meta_learning --seed 0
+    train step gpu_named/ngd-seed0 280 --ngd --seed 0
     accuracies
 }
 

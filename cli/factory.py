@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import USUAL_BATCH, S, Settings
+from cli.settings import S, Settings
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -135,7 +135,7 @@ def global_batch_size(settings: Settings, world: World) -> int:
 def with_batch_size(settings: S, run: Run, data: Data) -> S:
     """The settings, with --bs by the training rows where it was not given.
 
-    It is `USUAL_BATCH`, or less where an epoch would have fewer steps than the settings want. A
+    It is the settings' usual one, or less where an epoch would have fewer steps than they want. A
     resumed run whose batch is larger than the rows of more processes gets one that fits.
     """
     rows, is_resumed = len(data.train), run.checkpoint is not None
@@ -144,8 +144,9 @@ def with_batch_size(settings: S, run: Run, data: Data) -> S:
     ranks = settings.accumulate * run.world.size
     steps = settings.fewest_steps if settings.dynamic_batch == "none" else CHANGING_STEPS
     batch = max(round(rows / steps / ranks), SMALLEST_BATCH)
-    batch = max(1, min(USUAL_BATCH, batch, rows // ranks))
-    if batch < USUAL_BATCH and run.world.is_main:
+    usual = settings.usual_batch(ranks)
+    batch = max(1, min(usual, batch, rows // ranks))
+    if batch < usual and run.world.is_main:
         print(f"batches of {batch}, as there are {rows} training samples (--bs)", flush=True)
     return replace(settings, batch_size=batch)
 

@@ -459,6 +459,8 @@ class ScriptParser(FlagParser, Generic[T]):
     def words(self, name: str, value: Any) -> str:
         """Return a flag, by attribute, with a value, as one would type it."""
         flag = self.flags[name].name
+        if isinstance(value, dict):
+            value = " ".join(f"{key}={each}" for key, each in value.items())
         return flag if value is True else f"{flag} {value}"
 
     def given(self, arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import mixup
 from cli.data import Data, Run, reading, report_baseline, use_rows
 from cli.factory import report_predictions
 from cli.flag_parser import ON, Choice, Scope, flag, number, own, setting, switch
-from cli.settings import Settings
+from cli.settings import Measured, Settings
 from distributed.agreement import local_main_first, on_main
 from distributed.world import READ_SECONDS
 from errors import InputError, refused_as
@@ -39,7 +39,25 @@ SMALL_IMAGE = 64  # pixels a side, above which images of one's own are cropped a
 CROPS = ("auto", "resized", "pad", "center")
 
 
-SMALL_FIRST = own(Augmentation, "small_epochs", "small_size", "small_stages")
+# A share of small_epochs, below 1, is one of --epochs.
+SMALL_FIRST = {"small_epochs": 0.0, **own(Augmentation, "small_size", "small_stages")}
+RESNET50_ON_CIFAR10 = Measured(  # figures/logs/resnet50_cifar10.jsonl: 93.7 %
+    {
+        "epochs": 12,
+        "lr_schedule": "polynomial",
+        "label_smoothing": 0.1,
+        "augment_args": {
+            "alternate": True,
+            "fill": "reflect",
+            "small_epochs": 0.6,
+            "small_size": 16,
+            "small_stages": 2,
+        },
+    },
+    lr={"ngd": 0.12},
+    batch=256,
+    longest_warmup=1.0,
+)
 CHANGES = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **SMALL_FIRST}
 
 
@@ -49,6 +67,7 @@ class ImageSettings(Settings):
 
     datasets, mixing = list(AUGMENTATIONS), mixup.KINDS
     fewest_steps = 32
+    measured = {("cifar10", "resnet50"): RESNET50_ON_CIFAR10}
     pretrained = {
         "batch_size": 16,
         "epochs": 5,
@@ -77,8 +96,8 @@ class ImageSettings(Settings):
     random_erasing: float = flag(number(float, 0, 1), 0.0, "probability that a rectangle of a "
         "training image is erased", metavar="P")
     augment_args: dict[str, Any] = flag(setting, {}, "pad, fill (black or reflect) and alternate "
-        "of crops and flips; jitter of colours; in small_epochs first epochs images grow from "
-        "small_size in small_stages", owner="augment",
+        "of crops and flips; jitter of colours; in small_epochs first epochs (below 1: a share of "
+        "them) images grow from small_size in small_stages", owner="augment",
         parts={**dict.fromkeys(["standard", *POLICIES], CHANGES), "none": SMALL_FIRST})
     freeze_norms: bool = flag(switch, False, "statistics of BatchNorm that stay those of "
         "--weights, with which this is on")
@@ -199,6 +218,9 @@ def create_augmentation(settings: ImageSettings, size: int) -> Augmentation:
             f"{settings.dataset} mean something else then; leave them out"
         )
     given = {name: value for name, value in own.items() if value is not None}
+    if given["small_epochs"] < 1:
+        given["small_epochs"] = int(given["small_epochs"] * settings.epochs)
+        given["small_stages"] = min(given["small_stages"], max(1, given["small_epochs"]))
     is_large = settings.dataset == "folder" and size > SMALL_IMAGE
     crop = settings.crop
     if crop == "auto":

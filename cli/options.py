@@ -61,7 +61,7 @@ def parse(
         recipe = parser.given(recipe_arguments(path, parser))
     given |= own_form({**recipe, **given}, parser)
     chosen = parser.merged(parser.merged(defaults, recipe), given)
-    defaults |= defaults_of_weights(chosen, parser)
+    defaults |= defaults_of_situation(chosen, parser)
     if chosen["resume"] == "auto":  # all ranks find the same, as none has written yet
         if not (out := chosen["out"]):
             raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
@@ -205,9 +205,13 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
             f"--optimizer {name}: has no default rate; give --lr, in a race {name}@RATE"
         )
     rises_by_itself = chosen["lr_schedule"] in ("onecycle", "cyclic")
-    warmup = 0.0 if rises_by_itself else usual_warmup(chosen["epochs"])
+    measured = parser.kind.measured_for(chosen)
+    longest = measured.longest_warmup if measured else LONGEST_WARMUP
+    warmup = 0.0 if rises_by_itself else usual_warmup(chosen["epochs"], longest)
     if begins_with_weights(chosen):
         lr = parser.kind.pretrained_lr.get(name, lr / 10) * (LORA_RATE if chosen["lora"] else 1)
+    elif measured:
+        lr = measured.lr.get(name, lr)
     return {
         "lr": lr,
         "weight_decay": optimizer.weight_decay,
@@ -219,15 +223,18 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
     }
 
 
-def defaults_of_weights(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
-    """The defaults of a run that begins with weights or trains its last layer alone; else none."""
-    found = dict(parser.kind.pretrained) if begins_with_weights(chosen) else {}
-    return {**found, **(parser.kind.frozen if chosen["freeze"] else {})}
+def defaults_of_situation(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
+    """The defaults of how a run begins: with weights, with a last layer alone to train, or from
+    scratch with a network and data set that were measured; else none."""
+    kind = parser.kind
+    if begins_with_weights(chosen):
+        return {**kind.pretrained, **(kind.frozen if chosen["freeze"] else {})}
+    return dict(measured.flags) if (measured := kind.measured_for(chosen)) else {}
 
 
-def usual_warmup(epochs: int) -> float | None:
+def usual_warmup(epochs: int, longest: float = LONGEST_WARMUP) -> float | None:
     """The default of --warmup, in epochs; None while the rows that choose --epochs are not read."""
-    return min(WARMUP_SHARE * epochs, LONGEST_WARMUP) if epochs else None
+    return min(WARMUP_SHARE * epochs, longest) if epochs else None
 
 
 def begins_with_weights(flags: Mapping[str, Any]) -> bool:

@@ -127,6 +127,16 @@ BATCH_ARGS = {
 # -------------------------------------------------------------------- the groups of --help
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Defaults of a network from scratch on a data set, in place of those of all others."""
+
+    flags: Mapping[str, Any]
+    lr: Mapping[str, float]  # by optimizer; of others the usual
+    batch: int  # samples of a step over all processes
+    longest_warmup: float  # epochs
+
+
 # A field of two lines would become one of eight.
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +146,7 @@ class Settings:
     datasets: ClassVar[Sequence[str]]  # values of --dataset, the default first
     mixing: ClassVar[Sequence[str]]  # values of --mixup
     defaults: ClassVar[Mapping[str, Any]] = {}  # those in which the scripts differ, by field
+    measured: ClassVar[Mapping[tuple[str, str], Measured]] = {}  # by --dataset and --arch
     pretrained: ClassVar[Mapping[str, Any]]  # defaults of a run that begins with pretrained weights
     frozen: ClassVar[Mapping[str, Any]]  # defaults with --freeze
     pretrained_lr: ClassVar[Mapping[str, float]]  # of --lr, by optimizer; else a tenth of the usual
@@ -345,6 +356,17 @@ class Settings:
 
     arch: str  # the first field that both scripts declare
     # fmt: on
+
+    @classmethod
+    def measured_for(cls, flags: Mapping[str, Any]) -> Measured | None:
+        """What was measured of a run's network and data set, from scratch; None for others."""
+        is_another = flags["weights"] is not None or flags.get("image_size")
+        return None if is_another else cls.measured.get((flags["dataset"], flags["arch"]))
+
+    def usual_batch(self, processes: int) -> int:
+        """Samples of one of the processes in a step, where --bs is not given."""
+        measured = self.measured_for(vars(self))
+        return max(1, measured.batch // processes) if measured else USUAL_BATCH
 
     @property
     def holds_out(self) -> bool:  # rows of the training set, for a validation set if there is none

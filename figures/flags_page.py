@@ -9,6 +9,7 @@ import sys
 import resnet50_test
 import transformer_test
 from cli.foreign_names import NAMES
+from cli.optimizers import by_value
 from errors import exit_code
 from figures.draw import replace_generated_section
 from figures.run_logs import ROOT
@@ -55,16 +56,22 @@ def page_with_flags(page: str) -> str:
             if text:
                 chosen = f"with `--{flag.owner} {', '.join(names)}`"
                 rows.append(f"| `{flag.name}` {chosen} | {text} |")
-    rows += ["", "| with `--weights` or `--arch hf:` | defaults |", "| --- | --- |"]
+    rows += ["", "| a run | its defaults |", "| --- | --- |"]
     for script in (resnet50_test, transformer_test):
         parser = script.parser()
+        for (dataset, arch), measured in parser.kind.measured.items():
+            words = ", ".join(f"`{parser.words(*each)}`" for each in measured.flags.items())
+            words += f", `--bs` {measured.batch} over all processes, `--warmup` at most "
+            words += f"{measured.longest_warmup:g}; `--lr` {by_value(measured.lr)}"
+            rows.append(f"| `--dataset {dataset} --arch {arch}` from scratch | {words} |")
         kind, settings = parser.flags["arch"].group, parser.kind
-        rates = ", ".join(f"{rate:g} for {name}" for name, rate in settings.pretrained_lr.items())
+        rates = by_value(settings.pretrained_lr)
         others = [
             f"`{parser.words(name, value)}`" if value else f"`--{name}` by rows"
             for name, value in settings.pretrained.items()
         ]
-        rows.append(f"| {kind} | {', '.join(others)}; `--lr` {rates}, else a tenth |")
+        begun = f"{kind} with `--weights` or `--arch hf:`"
+        rows.append(f"| {begun} | {', '.join(others)}; `--lr` {rates}, else a tenth |")
         frozen = ", ".join(f"`{parser.words(*each)}`" for each in settings.frozen.items())
         rows.append(f"| {kind}, with `--freeze` | {frozen} |")
     return replace_generated_section(page, BEGIN, END, content="\n".join(rows))

@@ -75,6 +75,8 @@ class Augmentation:
                 f"small_size={self.small_size} must be at least 1, and "
                 f"small_stages={self.small_stages} from 1 to {MOST_SMALL_STAGES}"
             )
+        if self.small_epochs % 1:
+            raise ValueError(f"small_epochs={self.small_epochs} must be whole, or below 1")
 
     @property
     def by_row(self) -> bool:

@@ -312,7 +312,7 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
         timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
         timer.start()
         arguments = sweep.script.to_arguments({"arm": arm.name, "lr": arm.rate, "seed": 0})
-        if "small_epochs" in arm.script.given.get("augment_args", {}):
+        if arm.script.flags({}).get("augment_args", {}).get("small_epochs"):
             arguments += ["--small_epochs", "0"]
         try:
             trial = optuna.create_study().ask()

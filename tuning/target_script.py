@@ -108,7 +108,8 @@ class TargetScript:
         """Return all flags of a trial with these searched ones; InputError where one is refused."""
         given = self.parser.given([*self.arguments, *self.to_arguments(params)])
         defaults = self.parser.defaults()
-        return defaults | options.defaults_of_weights(defaults | given, self.parser) | given
+        defaults |= options.defaults_of_situation(defaults | given, self.parser)
+        return self.parser.merged(defaults, given)
 
     def check_value(self, name: str, value: Any, owners: Mapping[str, Sequence[Any]]) -> None:
         """Raise InputError where the script refuses a value of a searched flag in every trial.
@@ -140,7 +141,8 @@ class TargetScript:
         flags, flag = self.flags({}), self.parser.find(name)
         value = None if flag is None else flags[flag.dest]
         if flag is not None and flag.dest == "batch_size" and not value:
-            return USUAL_BATCH  # of most rows
+            measured = self.parser.kind.measured_for(flags)
+            return measured.batch if measured else USUAL_BATCH  # of most rows
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:

@@ -1,13 +1,16 @@
 """Flags: their other spellings, recipes by name, --help, and those without effect."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from cli import options
 from cli.flag_parser import OFF
+from cli.image_classification import create_augmentation
 from conftest import SCRIPTS, each_of, for_each, parsed, parser
 from errors import InputError
+from figures.run_logs import ROOT
 
 SPELLINGS = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
     ("--gradient_accumulation_steps 2", "--accumulate 2"),
@@ -180,3 +183,33 @@ def test_settings_reach_their_part_and_are_complete_in_the_run(tmp_path):
     args = parsed("images", f"--recipe {tmp_path}/a.yaml --optimizer lars --augment trivial")
     assert args.augment_args["alternate"] is True, "policies have the same settings"
     assert args.opt_args.keys() == {"trust_coefficient", "clip"}, "other optimizer, other settings"
+
+
+def test_a_bare_command_is_what_was_logged_and_its_smaller_images_fit_any_length():
+    with open(ROOT / "figures/logs/resnet50_cifar10.jsonl", encoding="utf-8") as log:
+        logged = json.loads(log.readline())["flags"]
+    bare = vars(parsed("images"))
+    same = ["epochs", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup"]
+    assert [bare[name] for name in same] == [logged[name] for name in same]
+    assert bare["label_smoothing"] == logged["label_smoothing"]
+
+    def sizes(flags: str) -> list[int]:
+        settings = parsed("images", flags)
+        augmentation = create_augmentation(settings, 32)
+        return [augmentation.size_of_epoch(epoch, 32) for epoch in range(settings.epochs)]
+
+    seven = f"--small_epochs {logged['small_epochs']} --small_size {logged['small_size']}"
+    seven += f" --small_stages {logged['small_stages']}"
+    assert sizes("") == sizes(seven) == [16] * 4 + [24] * 3 + [32] * 5
+    assert [sizes(f"--epochs {length}") for length in (1, 2, 4)] == [
+        [32],
+        [16, 32],
+        [16, 24, 32, 32],
+    ]
+    assert sizes("--arch resnet20 --epochs 2") == [32, 32]
+    assert parsed("images", "--optimizer sgd").lr == 0.1
+    assert parsed("images", "--weights DEFAULT").lr_schedule == "polynomial"
+    assert [parsed("images", f"{word} 8").lr for word in ("--image_size", "--epochs")] == [
+        0.08,
+        0.12,
+    ]

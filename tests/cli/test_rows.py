@@ -183,10 +183,12 @@ def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
         return factory.with_batch_size(settings, run, data).batch_size
 
     few = [batch("images", rows) for rows in (3, 20, 500, 1437, 4096, 50_000)]
-    assert few == [3, 8, 16, 45, 128, 128]
+    assert few == [3, 8, 16, 45, 128, 256]
+    assert batch("images", 50_000, 8) == 32, "in all, as it was measured"
+    assert batch("images", 50_000, 8, "--arch resnet20") == 128
     assert [batch("images", 60, ranks) for ranks in (2, 16, 80)] == [8, 3, 1]
     assert batch("images", 2000, 2, "--accumulate 2") == 16
-    assert batch("images", 2000, flags="--dynamic_batch increase --batch_args min=128") == 128
+    assert batch("images", 2000, flags="--dynamic_batch increase") == 250
     assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 128, 128]
     assert batch("images", 500, flags="--bs 128") == 128
     assert batch("images", 600, 8, "--bs 128", resumed=True) == 8

@@ -249,7 +249,7 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
     with mock.patch.object(race, "run_seeds") as run:
         race.race_defaults(SweepConfig(script=script, **settings), found)
     values = run.call_args.args[1]
-    rates = {"defaults": 0.08, "trial 0": 0.003, "trial 2": 0.1}
+    rates = {"defaults": 0.12, "trial 0": 0.003, "trial 2": 0.1}
     assert {each["arm"]: each["lr"] for each in values} == rates
     assert len(values) == 6
 
@@ -318,11 +318,12 @@ def test_a_recipe_holds_what_the_best_trial_had(flags, params, nproc, expected, 
     config = written(["resnet50_test.py", *flags.split()], params, here, nproc)
     assert yaml.safe_load((config.out / "recipe.yaml").read_text()) == params | expected
     parser = conftest.parser("images")
-    given = options.recipe_arguments(str(config.out / "recipe.yaml"), parser)
+    given = parser.given(options.recipe_arguments(str(config.out / "recipe.yaml"), parser))
     changed = {"recipe": None, "subset": 1.0, "lr_scaling": "none", "base_bs": 128}
     changed |= {name: value for name, value in expected.items() if name in changed}
-    read = parser.defaults() | parser.given(given)
-    assert read == config.script.flags(params) | changed
+    defaults = parser.defaults()
+    defaults |= options.defaults_of_situation(defaults | given, parser)
+    assert parser.merged(defaults, given) == config.script.flags(params) | changed
 
 
 # -------------------------------------------------------------------- races
