@@ -31,7 +31,7 @@ from mixup import MetaMixup
 SCRIPT = "transformer_test"
 LEARNING_RATES = {  # defaults, by --optimizer
     "sgd": 0.02,
-    "adamw": 1e-4,
+    "adamw": 8e-5,
     "ngd": 0.016,
     "kaldi_ngd": 0.02,
     "muon": 0.008,

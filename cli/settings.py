@@ -101,7 +101,6 @@ def share_of_noise(text: str) -> float | str:
 
 # -------------------------------------------------------------------- what some flags are for
 
-USUAL_BATCH = 128  # samples of one process
 SEVERAL = {"processes": ON}
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
@@ -152,6 +151,7 @@ class Settings:
     pretrained_lr: ClassVar[Mapping[str, float]]  # of --lr, by optimizer; else a tenth of the usual
     model_flags: ClassVar[Sequence[str]]  # fields that weights must share with their new model
     fewest_steps: ClassVar[int]  # of an epoch, where --bs is not given
+    usual_batch_size: ClassVar[int] = 128  # samples of one process there
 
     dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
         "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True,
@@ -184,9 +184,8 @@ class Settings:
     workers: int | None = flag(natural, None, "processes that decode or augment images (default as "
         "many as --threads)", metavar="N", scope=Scope.NODE)
 
-    batch_size: int = flag(count, 0, "samples of a process in one forward and backward pass "
-        f"(default {USUAL_BATCH}, of few rows fewer)", names="--bs --batch_size -b", metavar="N",
-        common=True, group="training")
+    batch_size: int = flag(count, 0, "", names="--bs --batch_size -b", metavar="N", common=True,
+        group="training")
     epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")
@@ -366,7 +365,7 @@ class Settings:
     def usual_batch(self, processes: int) -> int:
         """Samples of one of the processes in a step, where --bs is not given."""
         measured = self.measured_for(vars(self))
-        return max(1, measured.batch // processes) if measured else USUAL_BATCH
+        return max(1, measured.batch // processes) if measured else self.usual_batch_size
 
     @property
     def holds_out(self) -> bool:  # rows of the training set, for a validation set if there is none
@@ -396,6 +395,10 @@ def script_parser(
     changes: dict[str, dict[str, Any]] = {
         "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
+        "batch_size": {
+            "help": "samples of a process in one forward and backward pass (default "
+            f"{kind.usual_batch_size}, of few rows fewer)"
+        },
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
         **{name: {"default": value} for name, value in kind.defaults.items()},

@@ -54,8 +54,8 @@ class TextSettings(Settings):
     """What transformer_test.py can be told."""
 
     datasets, mixing = ["agnews", "headlines", "csv"], mixup.TEXT_KINDS
-    fewest_steps = 2
-    defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4}
+    fewest_steps, usual_batch_size = 2, 64
+    defaults = {"optimizer": "adamw", "lr_schedule": "onecycle", "epochs": 4, "base_bs": 64}
     pretrained = {"batch_size": 8, "epochs": 0, "lr_schedule": "polynomial", "head": "random"}
     pretrained_lr = {"adamw": 5e-5, "ngd": 1e-3}
     frozen = {"head": "probe"}
@@ -82,7 +82,7 @@ class TextSettings(Settings):
         group="Transformer")
     dropout: float = flag(below_one, 0.3, "share of embeddings and outputs of blocks that is "
         "dropped", metavar="F", only_with=[OURS])
-    token_dropout: float = flag(below_one, 0.5, "share of the tokens that is hidden", metavar="F",
+    token_dropout: float = flag(below_one, 0.6, "share of the tokens that is hidden", metavar="F",
         only_with=[OURS])
     mix_at: str = flag(Choice(["pooled", "tokens"]), "pooled", "what --mixup mixes: what the "
         "classifier sees, or the embeddings of tokens", only_with=[{"mixup": ON}])

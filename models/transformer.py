@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         classes: int,
         *,
         width: int = 128,
-        depth: int = 2,
+        depth: int = 1,
         heads: int = 4,
         mlp_width: int = 512,
         max_len: int = 128,

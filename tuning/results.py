@@ -18,7 +18,6 @@ import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from cli.settings import USUAL_BATCH
 from errors import InputError, first_line
 from figures import verdict
 from figures.run_logs import ROOT
@@ -116,8 +115,9 @@ def write_winner(
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
-    rows = complete_rows(trial_folder(config, chosen or best)) or [{"batch_size": USUAL_BATCH}]
-    write_recipe(config, params, batch=rows[0]["batch_size"], comment=comment)
+    rows = complete_rows(trial_folder(config, chosen or best))
+    batch = rows[0]["batch_size"] if rows else config.script.usual("bs")
+    write_recipe(config, params, batch=batch, comment=comment)
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
 

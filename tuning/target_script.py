@@ -16,7 +16,6 @@ from typing import Any
 
 from cli import options
 from cli.flag_parser import Scope, ScriptParser, setting
-from cli.settings import USUAL_BATCH
 from errors import InputError
 from input_pipeline import csv_tables, own_data
 
@@ -142,7 +141,7 @@ class TargetScript:
         value = None if flag is None else flags[flag.dest]
         if flag is not None and flag.dest == "batch_size" and not value:
             measured = self.parser.kind.measured_for(flags)
-            return measured.batch if measured else USUAL_BATCH  # of most rows
+            return measured.batch if measured else self.parser.kind.usual_batch_size  # of most rows
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:

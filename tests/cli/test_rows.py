@@ -189,6 +189,6 @@ def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
     assert [batch("images", 60, ranks) for ranks in (2, 16, 80)] == [8, 3, 1]
     assert batch("images", 2000, 2, "--accumulate 2") == 16
     assert batch("images", 2000, flags="--dynamic_batch increase") == 250
-    assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 128, 128]
+    assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 64, 64]
     assert batch("images", 500, flags="--bs 128") == 128
     assert batch("images", 600, 8, "--bs 128", resumed=True) == 8
