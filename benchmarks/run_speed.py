@@ -1,6 +1,6 @@
 """Samples/s of the planned runs of some groups, in turns: how fast each trains with nothing beside.
 
-python -m benchmarks.run_speed optimizers_vgg8 soap_vgg8 peers_vgg8 --json speeds.json
+python -m benchmarks.run_speed optimizers_vgg8 peers_vgg8 --json speeds.json
 
 A turn is the command of a run (figures/experiments.yaml) in a process of its own, for two epochs of
 a share of its rows. The second epoch counts, without its evaluation.
