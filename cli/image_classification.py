@@ -57,6 +57,7 @@ RESNET50_ON_CIFAR10 = Measured(  # figures/logs/resnet50_cifar10.jsonl: 93.7 %
     lr={"ngd": 0.12},
     batch=256,
     longest_warmup=1.0,
+    image_size=32,
 )
 CHANGES = {"pad": None, **own(Augmentation, "fill", "alternate", "jitter"), **SMALL_FIRST}
 
@@ -220,19 +221,19 @@ def create_augmentation(settings: ImageSettings, size: int) -> Augmentation:
     given = {name: value for name, value in own.items() if value is not None}
     if given["small_epochs"] < 1:
         given["small_epochs"] = int(given["small_epochs"] * settings.epochs)
-        given["small_stages"] = min(given["small_stages"], max(1, given["small_epochs"]))
     is_large = settings.dataset == "folder" and size > SMALL_IMAGE
     crop = settings.crop
     if crop == "auto":
         is_padded = "pad" in given or given.get("fill") == "reflect"
         crop = "resized" if is_large and not is_padded else "pad"
-    elif crop != "pad" and (given.get("pad") or given.get("fill") == "reflect"):
-        raise InputError(f"--crop {crop}: pad and fill of --augment_args are for --crop pad")
+    elif crop != "pad" and given.get("pad"):
+        raise InputError(f"--crop {crop}: pad of --augment_args is for --crop pad")
     with refused_as("--augment_args"):
         if settings.augment == "none":
             standard = Augmentation(pad=0, flip=False)
         elif crop != "pad":
             standard = dataclasses.replace(standard, pad=0, resized=crop == "resized")
+            given["fill"] = "black"  # there is none
         if settings.augment in POLICIES:
             standard = dataclasses.replace(standard, policy=settings.augment)
         if is_large:

@@ -61,7 +61,6 @@ def parse(
         recipe = parser.given(recipe_arguments(path, parser))
     given |= own_form({**recipe, **given}, parser)
     chosen = parser.merged(parser.merged(defaults, recipe), given)
-    defaults |= defaults_of_situation(chosen, parser)
     if chosen["resume"] == "auto":  # all ranks find the same, as none has written yet
         if not (out := chosen["out"]):
             raise InputError("--resume auto: give --out DIR, the folder of the run to go on with")
@@ -74,6 +73,9 @@ def parse(
             found = checkpoint.load(path, script)
         if found.warning:
             print_once(found.warning)
+    known = {} if found is None else found.flags
+    defaults |= defaults_of_situation({**chosen, **known, **given}, parser)
+    if found is not None:
         defaults |= restored_flags(found.flags, parser)
         if uses_trained_model(chosen) and not device.is_here(defaults["device"]):
             defaults |= {"device": "auto", "precision": "auto"}
@@ -229,7 +231,10 @@ def defaults_of_situation(chosen: Mapping[str, Any], parser: ScriptParser[S]) ->
     kind = parser.kind
     if begins_with_weights(chosen):
         return {**kind.pretrained, **(kind.frozen if chosen["freeze"] else {})}
-    return dict(measured.flags) if (measured := kind.measured_for(chosen)) else {}
+    if (measured := kind.measured_for(chosen)) is None:
+        return {}
+    base = {"base_bs": measured.batch} if chosen["optimizer"] in measured.lr else {}
+    return {**measured.flags, **base}
 
 
 def usual_warmup(epochs: int, longest: float = LONGEST_WARMUP) -> float | None:

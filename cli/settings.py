@@ -101,6 +101,7 @@ def share_of_noise(text: str) -> float | str:
 
 # -------------------------------------------------------------------- what some flags are for
 
+USUAL_EPOCHS = 50
 SEVERAL = {"processes": ON}
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
@@ -134,6 +135,7 @@ class Measured:
     lr: Mapping[str, float]  # by optimizer; of others the usual
     batch: int  # samples of a step over all processes
     longest_warmup: float  # epochs
+    image_size: int = 0  # its own, in pixels a side; another one is another data set
 
 
 # A field of two lines would become one of eight.
@@ -186,7 +188,7 @@ class Settings:
 
     batch_size: int = flag(count, 0, "", names="--bs --batch_size -b", metavar="N", common=True,
         group="training")
-    epochs: int = flag(count, 50, "length of the run", names="--epoch --epochs", metavar="N",
+    epochs: int = flag(count, USUAL_EPOCHS, "", names="--epoch --epochs", metavar="N",
         common=True)
     accumulate: int = flag(count, 1, "batches whose gradients are added up for a step", metavar="K")
     label_smoothing: float = flag(below_one, 0.0, "share of each label that is spread over all "
@@ -359,8 +361,10 @@ class Settings:
     @classmethod
     def measured_for(cls, flags: Mapping[str, Any]) -> Measured | None:
         """What was measured of a run's network and data set, from scratch; None for others."""
-        is_another = flags["weights"] is not None or flags.get("image_size")
-        return None if is_another else cls.measured.get((flags["dataset"], flags["arch"]))
+        measured = cls.measured.get((flags["dataset"], flags["arch"]))
+        if measured is None or flags["weights"] is not None:
+            return None
+        return measured if flags.get("image_size") in (None, 0, measured.image_size) else None
 
     def usual_batch(self, processes: int) -> int:
         """Samples of one of the processes in a step, where --bs is not given."""
@@ -392,15 +396,21 @@ def script_parser(
 ) -> ScriptParser[S]:
     """The flags of a script, with its defaults of --lr by optimizer."""
     former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
+    epochs = str(kind.defaults.get("epochs", USUAL_EPOCHS))
+    batch = f"{kind.usual_batch_size}, of few rows fewer"
+    for (dataset, arch), measured in kind.measured.items():
+        epochs += f"; {measured.flags['epochs']} for {arch} on {dataset}"
+        batch += f"; {measured.batch} over all processes for {arch} on {dataset}"
     changes: dict[str, dict[str, Any]] = {
         "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
         "batch_size": {
-            "help": "samples of a process in one forward and backward pass (default "
-            f"{kind.usual_batch_size}, of few rows fewer)"
+            "help": f"samples of a process in one forward and backward pass (default {batch})"
         },
+        "epochs": {"help": f"length of the run (default {epochs})"},
         "mixup": {"type": Choice(kind.mixing, former)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
-        **{name: {"default": value} for name, value in kind.defaults.items()},
     }
+    for field, value in kind.defaults.items():
+        changes[field] = {**changes.get(field, {}), "default": value}
     return ScriptParser(description, kind, learning_rates=learning_rates, changes=changes)

@@ -61,8 +61,8 @@ def page_with_flags(page: str) -> str:
         parser = script.parser()
         for (dataset, arch), measured in parser.kind.measured.items():
             words = ", ".join(f"`{parser.words(*each)}`" for each in measured.flags.items())
-            words += f", `--bs` {measured.batch} over all processes, `--warmup` at most "
-            words += f"{measured.longest_warmup:g}; `--lr` {by_value(measured.lr)}"
+            words += f", `--warmup` at most {measured.longest_warmup:g}"
+            words += f"; `--lr` {by_value(measured.lr)}"
             rows.append(f"| `--dataset {dataset} --arch {arch}` from scratch | {words} |")
         kind, settings = parser.flags["arch"].group, parser.kind
         rates = by_value(settings.pretrained_lr)

@@ -46,8 +46,8 @@ class Augmentation:
         erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
         small_epochs: number of first epochs, in which images are scaled down.
         small_size: side of these images in the first stage, in pixels.
-        small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
-            after the last stage images have their own size.
+        small_stages: number of stages of these epochs, of which fewer epochs leave some out. From
+            stage to stage the side grows evenly; after the last one images have their own size.
     """
 
     pad: int
@@ -122,10 +122,6 @@ class Augmentation:
             raise ValueError(f"fill=reflect: pad={self.pad} must be from 1 to {size - 1}")
         if self.small_epochs and self.small_size > size:
             raise ValueError(f"small_size={self.small_size} must be at most {size}")
-        if self.small_epochs and self.small_stages > self.small_epochs:
-            raise ValueError(
-                f"small_stages={self.small_stages} must be at most the {self.small_epochs} epochs"
-            )
 
     def size_of_epoch(self, epoch: int, full_size: int) -> int:
         """Return the pixels a side that training images of `full_size` have in an epoch, from 0."""

@@ -208,8 +208,11 @@ def test_a_bare_command_is_what_was_logged_and_its_smaller_images_fit_any_length
     ]
     assert sizes("--arch resnet20 --epochs 2") == [32, 32]
     assert parsed("images", "--optimizer sgd").lr == 0.1
-    assert parsed("images", "--weights DEFAULT").lr_schedule == "polynomial"
-    assert [parsed("images", f"{word} 8").lr for word in ("--image_size", "--epochs")] == [
-        0.08,
-        0.12,
-    ]
+    tuned = parsed("images", "--weights DEFAULT")
+    assert (tuned.epochs, tuned.label_smoothing, tuned.augment_args["fill"]) == (5, 0.0, "black")
+    margins = [bare["augment_args"][name] for name in ("fill", "alternate")]
+    assert margins == [logged["crop_fill"], logged["alternate_flip"]]
+    assert [parsed("images", flag).base_bs for flag in ("", "--optimizer sgd")] == [256, 128]
+    create_augmentation(parsed("images", "--crop center"), 32)
+    rates = [parsed("images", f"--image_size {size}").lr for size in (8, 32)]
+    assert rates == [0.08, 0.12], "images of another size are other data"

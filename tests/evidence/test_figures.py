@@ -133,6 +133,11 @@ def test_recipes_say_what_their_logs_show_or_that_they_have_none():
         for value, _, group, name in reported:
             values = run_logs.last(groups[group][name], run_logs.accuracy)
             assert float(value) == pytest.approx(statistics.mean(values), abs=0.006), path
+            if "transformer_test.py" in header:
+                flags = vars(conftest.parsed("texts", f"--recipe {path}"))
+                logged = run_logs.read_config(run_logs.LOGS / group / f"{name}-seed0")["flags"]
+                both = [with_settings(each)["model_args depth"] for each in (flags, logged)]
+                assert both[0] == both[1], path
 
 
 @pytest.mark.process
