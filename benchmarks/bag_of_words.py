@@ -34,7 +34,7 @@ RUNS = {  # logs of the Transformer by rows of AG News, each with the group and 
     1_500: [("texts_by_rows", "rows1500")],
     3_000: [("texts_by_rows", "rows3000")],
     9_600: [("texts_by_rows", "rows9600")],
-    12_000: [("defaults_agnews12k", "default-prior-4"), ("optimizers_agnews12k", "adamw")],
+    12_000: [("defaults_agnews12k", "bare"), ("optimizers_agnews12k", "adamw")],
 }
 WORDS = {
     "words__ngram_range": [(1, 1), (1, 2), (1, 3)],  # words in a row that are a feature
