@@ -89,7 +89,7 @@ def transformer_workload() -> Workload:
     def batch(size: int) -> tuple[Tensor, Tensor]:
         return torch.randint(3, 30_000, (size, 64)), torch.randint(4, (size,))
 
-    return Workload("Transformer", Transformer(30_000, 4), batch, 32)
+    return Workload("Transformer", Transformer(30_000, 4, depth=2), batch, 32)
 
 
 # -------------------------------------------------------------------- what takes turns

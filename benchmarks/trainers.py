@@ -27,7 +27,10 @@ from training.batch_sampler import RankBatch
 from training.trainer import Trainer
 
 SCRIPTS: dict[str, ModuleType] = {"resnet50": resnet50_test, "transformer": transformer_test}
-OPTIMIZERS = {"resnet50": "sgd", "transformer": "adamw"}
+WORDS = {  # before the flags that are given; steps of full size, as those of the results
+    "resnet50": "--optimizer sgd --small_epochs 0 --backend eager",
+    "transformer": "--optimizer adamw --depth 2 --backend eager",
+}
 BATCHES = {"resnet50": 64, "transformer": 128}
 TASKS = {"resnet50_test": image_classification, "transformer_test": text_classification}
 
@@ -80,12 +83,11 @@ def open_script(
 def ready(name: str, flags: Sequence[str]) -> Iterator[Opened]:
     """Open one of `SCRIPTS` with a run folder that goes, ready for its first training step.
 
-    Without --optimizer in the flags it is that of `OPTIMIZERS`, without --backend it is eager.
+    Without other flags it has those of `WORDS`.
     """
     script = SCRIPTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        usual = ["--optimizer", OPTIMIZERS[name], "--backend", "eager"]
-        arguments = [*usual, *flags, "--out", f"{folder}/run"]
+        arguments = [*WORDS[name].split(), *flags, "--out", f"{folder}/run"]
         settings, _ = options.parse(script.parser(), script.SCRIPT, arguments)
         with init_world(settings.device) as world:
             opened = open_script(script, arguments, world)
