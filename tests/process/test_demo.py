@@ -47,4 +47,4 @@ def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
     headlines = next(words for name, *words in calls if name == "transformer_test.py")
     run("texts", *headlines[:-2], "--out run")
     accuracies = [row["test_accuracy"] for row in ranks.metrics(tmp_path / "run")]
-    assert accuracies[0] + 0.3 < accuracies[3] + 0.1 < accuracies[-1]
+    assert accuracies[0] + 0.3 < accuracies[3] < accuracies[-1]
