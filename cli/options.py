@@ -226,8 +226,11 @@ def computed_defaults(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dic
 
 
 def defaults_of_situation(chosen: Mapping[str, Any], parser: ScriptParser[S]) -> dict[str, Any]:
-    """The defaults of how a run begins: with weights, with a last layer alone to train, or from
-    scratch with a network and data set that were measured; else none."""
+    """The defaults that depend on how a run begins; none where the usual ones hold.
+
+    It begins with weights, with --freeze or without, or from scratch with a network and a data set
+    that have defaults of their own.
+    """
     kind = parser.kind
     if begins_with_weights(chosen):
         return {**kind.pretrained, **(kind.frozen if chosen["freeze"] else {})}

@@ -101,7 +101,7 @@ def share_of_noise(text: str) -> float | str:
 
 # -------------------------------------------------------------------- what some flags are for
 
-USUAL_EPOCHS = 50
+USUAL_EPOCHS = 50  # of images
 SEVERAL = {"processes": ON}
 BY_SLAMB, BY_DILOCO = {"optimizer": ("slamb",)}, {"sync": ("diloco",)}
 MEETING = {"sync": ("local", "diloco")}
@@ -153,7 +153,7 @@ class Settings:
     pretrained_lr: ClassVar[Mapping[str, float]]  # of --lr, by optimizer; else a tenth of the usual
     model_flags: ClassVar[Sequence[str]]  # fields that weights must share with their new model
     fewest_steps: ClassVar[int]  # of an epoch, where --bs is not given
-    usual_batch_size: ClassVar[int] = 128  # samples of one process there
+    usual_batch_size: ClassVar[int] = 128  # samples of one process where --bs is not given
 
     dataset: str = flag(Choice([]), "", "data set; hf:NAME or hf:FOLDER is Hugging "
         "Face's, folder and csv are your own files in --data_dir (docs/own_data.md)", common=True,
@@ -366,10 +366,10 @@ class Settings:
             return None
         return measured if flags.get("image_size") in (None, 0, measured.image_size) else None
 
-    def usual_batch(self, processes: int) -> int:
-        """Samples of one of the processes in a step, where --bs is not given."""
+    def usual_batch(self, parts: int) -> int:
+        """Samples of a part of a step, where --bs is not given; each process has --accumulate."""
         measured = self.measured_for(vars(self))
-        return max(1, measured.batch // processes) if measured else self.usual_batch_size
+        return max(1, measured.batch // parts) if measured else self.usual_batch_size
 
     @property
     def holds_out(self) -> bool:  # rows of the training set, for a validation set if there is none

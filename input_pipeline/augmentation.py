@@ -46,8 +46,9 @@ class Augmentation:
         erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
         small_epochs: number of first epochs, in which images are scaled down.
         small_size: side of these images in the first stage, in pixels.
-        small_stages: number of stages of these epochs, of which fewer epochs leave some out. From
-            stage to stage the side grows evenly; after the last one images have their own size.
+        small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
+            after the last stage images have their own size. Where there are more stages than
+            epochs, some stages are left out.
     """
 
     pad: int
