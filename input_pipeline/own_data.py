@@ -134,12 +134,12 @@ def needed_splits(
 
     Args:
         enough: splits of which one may be there alone; it is the training set as well. That may be
-            `root` itself, without any split, where splits are folders.
+            `root` itself, where it holds classes and no split.
     Raises:
         InputError: the training set is missing, or both others are.
     """
     paths, form = find_splits(root, suffixes), suffixes[0] or "/CLASS/*"
-    if "train" in enough and not paths and "" in suffixes and root.is_dir():
+    if "train" in enough and "" in suffixes and root.is_dir() and not splits_classes(root, paths):
         return {"train": root}
     alone = [paths[split] for split in enough if split in paths]
     if alone or ("train" in paths and len(paths) > 1):
@@ -151,6 +151,20 @@ def needed_splits(
         f"--val_fraction 0.1 to hold out a tenth of {source}"
     )
     raise InputError("; ".join([problem, *unread_splits(root, paths, suffixes)]))
+
+
+def splits_classes(root: Path, paths: Mapping[str, Path]) -> bool:
+    """Tell whether a folder holds splits, or the classes of one, of which one may be called train.
+
+    One folder without folders in it, beside others, is a class.
+    """
+    if len(paths) != 1 or (only := next(iter(paths.values()))).is_file():
+        return bool(paths)
+
+    def folders(parent: Path) -> set[str]:
+        return {path.name for path in parent.glob("[!.]*") if path.is_dir()} - SYSTEM_FOLDERS
+
+    return bool(folders(only)) or folders(root) <= {only.name}
 
 
 def unread_splits(root: Path, paths: Mapping[str, Path], suffixes: Sequence[str]) -> list[str]:

@@ -298,7 +298,7 @@ def test_a_validation_set_of_its_own_chooses_the_best_epoch(tmp_path, refused):
         assert "test_accuracy" not in rows[0]
         lines = run(name, base, f"--resume {out} --evaluate").splitlines()
         assert "accuracy on the validation set, which also chose the best epoch" in lines
-        assert f"{100 * rows[-1]['val_accuracy']:.2f} %" in lines[-1]
+        assert f"{100 * rows[-1]['val_accuracy']:.2f} %" in lines[-2]
         data = make(tmp_path / f"without-{name}", "train", "test")
         refused(name, f"--data_dir {data} --no-test", "give --val_fraction above 0", base)
         meta = f"--data_dir {data} --meta_learning --mixup_args held_out=1"
@@ -376,6 +376,11 @@ def test_every_image_is_used_or_counted_with_the_reason(tmp_path):
     assert splits["train"].notes[1] == f"{data}: train, test, val are {read}; not read: val.zip"
     assert splits["test"].notes == ()
     assert len(expand_files(cat, image_suffixes(), what="images")[0]) == 12
+    vehicles = image_folder(tmp_path / "vehicles", ".", classes=("bus", "train"))
+    (vehicles / "@eaDir").mkdir()
+    assert read_image_splits("folder", str(vehicles), enough=["train"])[1] == ["bus", "train"]
+    image_folder(vehicles / "train", ".")  # now with classes below it: the training set
+    assert read_image_splits("folder", str(vehicles), enough=["train"])[1] == ["cat", "dog"]
 
 
 def test_classes_that_join_several_labels_are_named():
