@@ -107,7 +107,7 @@ class Contender:
 
     @property
     def test_rows(self) -> int:
-        """Rows of the test set; 0 where they may have several labels."""
+        """Rows of the test set; 0 where there are too many to keep their several labels."""
         confusion, result = self.runs[0].confusion, self.runs[0].result
         return int(confusion.counts.sum()) if confusion else result.get("rows", 0)
 
