@@ -35,10 +35,12 @@ def nearest_batch_size(target: float, base: int, *, low: int, high: int, unit: i
     Args:
         target: samples; it may be infinite.
         base: samples of the first batch.
-        low: smallest batch.
+        low: smallest batch; or, where it is below that, the rounded base.
         high: largest batch. Where no allowed size lies between the limits, the nearer one is taken.
         unit: number of ranks, so that equal shares are integers.
     """
+    if low <= base:
+        low = min(low, max(round(base / unit), 1) * unit)
     lowest = math.floor(math.log2(low / base)) - 1
     exponents = range(lowest, math.ceil(math.log2(high / base)) + 1)
     grid = (base * 2.0**exponent * factor for exponent in exponents for factor in (1, 1.5))

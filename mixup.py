@@ -465,7 +465,7 @@ class MetaMixup:
 
     Attributes:
         shares: of wrong labels and of errors, as `wrong_labels` returns them, measured after each
-            epoch and averaged with those so far; None before the first one.
+            epoch and averaged with those before, half and half; None before the first one.
         wrong: the share of wrong labels; 0 where it may be less than `LEAST_WRONG`, or where the
             network has not learned enough to know: because most confident predictions are errors,
             or because confident ones are much better than others, as while a hard task is learned.

@@ -108,6 +108,7 @@ class SLAMB(CommunicatingOptimizer):
     own_ranges = {
         "compress_ratio": lambda ratio: 0 < ratio <= 1,
         "beta3": lambda beta3: 0 <= beta3 <= 1,
+        "eps": lambda eps: eps > 0,  # which divides the zeros that fill the last row of a tensor
     }
     needs_one_device = True
 

@@ -25,6 +25,7 @@ from torch.futures import Future
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.quantization import dequantize, quantize
 from distributed.world import World
+from errors import InputError
 
 ROUNDED_BITS = {"int8": 8, "int4": 4, "sign": 1}  # of the compressions of `RoundedGradients`
 SMALLEST_ROUNDED = 1024  # elements of a matrix; what is smaller is a small part of a model's bytes
@@ -204,9 +205,14 @@ class LocalSGD(AllReduceHook):
             self.outer_step(parameters)
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        return {"steps": self.steps, "met": self.met}
+        return {"steps": self.steps, "met": self.met, "after": self.after}
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        if (after := state.get("after", self.after)) != self.after:
+            raise InputError(
+                f"gradients were to be averaged in the first {after} steps, which cannot become "
+                f"{self.after}; use the flags of the first run"
+            )
         self.steps = state.get("steps", 0)  # 0 after a run without this hook
         self.met = state.get("met", self.after)
 

@@ -44,7 +44,7 @@ class CrossEntropy:
 
     def compare(self, logits: Tensor, labels: Tensor) -> BatchLoss:
         """Compare the logits (batch, classes) of samples with their labels."""
-        weights = self.class_weights
+        weights = None if self.class_weights is None else self.class_weights.to(logits.dtype)
         loss = F.cross_entropy(logits, labels, weights, label_smoothing=self.label_smoothing)
         if weights is not None:  # torch's mean is divided by the sum of the rows' weights
             loss = loss * weights[labels].mean()

@@ -125,8 +125,11 @@ class TrainState:
         else:
             of_hook = _mean_tensors([rank["hook"] for rank in ranks])
             self.sums.load_merged([rank["sums"] for rank in ranks], self.world)
+            weights = {**weights, **_mean_tensors([rank["weights"] for rank in ranks])}
+            if average:
+                own = _mean_tensors([rank["average"] for rank in ranks])
+                average["weights"] = {**average["weights"], **own}
             if moments is None:
-                weights = _mean_tensors([rank["weights"] for rank in ranks])
                 moments = merge_optimizer_states([rank["optimizer"] for rank in ranks])
         weights, moments = self.parallel.own_part(weights, moments)
         load_into(self.parallel.model, weights, "model")

@@ -100,6 +100,14 @@ def sums_and_votes(world):
     model.register_buffer("constant", torch.tensor(float(world.rank)))
     for norm in (model, trainer.average.model):
         norm.running_mean.fill_(world.rank)
+    state = trainer.parts.state_dict()  # in mid-epoch, for a single process to go on from
+    if world.is_main and world.size > 1:
+        alone = trainer_of(nn.BatchNorm1d(2), World(), average_decay=0.5)
+        alone.parallel.module.register_buffer("constant", torch.tensor(0.0))
+        alone.average.model.register_buffer("constant", torch.tensor(0.0))
+        alone.parts.load_state_dict(state)
+        for norm in (alone.parallel.model, alone.average.model):
+            assert norm.running_mean.tolist() == 2 * [(world.size - 1) / 2]
     trainer.parallel.sync_replicas(trainer.statistics())
     for norm in (model, trainer.average.model):
         assert norm.running_mean.tolist() == 2 * [(world.size - 1) / 2]

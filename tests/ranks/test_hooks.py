@@ -6,6 +6,7 @@ import math
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from distributed.averaging import RankAverager, Traffic
 from distributed.comm_hooks import AllReduceHook, LocalSGD, RoundedGradients
 from distributed.diloco import DiLoCo
 from distributed.world import World
+from errors import InputError
 from slamb_oracle import rounded
 from trainers import flat, make_trainer
 
@@ -242,6 +244,8 @@ def an_evaluation_in_between_is_an_outer_step(world: World) -> None:
             hook.sync_replicas(mine)
         met.append(hook.met)
     assert met == [1, 1, 3, 3, 3, 6, 6, 6]  # the next one is three steps later
+    with pytest.raises(InputError, match="the first 1 steps, which cannot become 30"):
+        started(world, mine, 3, after=30).load_state_dict(hook.state_dict(mine), mine)
 
 
 def few_bits_add_up_to_the_changes(world: World) -> None:

@@ -108,7 +108,7 @@ def test_one_process_equals_lamb_and_sends_nothing(dtype, tolerance):
 
 
 def test_bad_settings_are_refused():
-    for name, value in (("wire_bits", 3), ("local_steps", 0), ("compress_ratio", 1.5)):
+    for name, value in (("wire_bits", 3), ("local_steps", 0), ("compress_ratio", 1.5), ("eps", 0)):
         with pytest.raises(ValueError, match=f"SLAMB: {name}="):
             SLAMB(parameters(), **{name: value})
 

@@ -28,6 +28,8 @@ def test_the_nearest_allowed_size_is_taken_by_the_ratio():
         for target in (1, 32, 60, 100, 128, 150, 230, 300, 700, 1e9, math.inf)
     ]
     assert sizes == [32, 32, 64, 96, 128, 128, 256, 256, 768, 1024, 1024]
+    for high in (256, 4096):  # the first batch is a limit, and no multiple of three ranks
+        assert nearest_batch_size(256, 256, low=256, high=high, unit=3) == 255
 
 
 @each_of("base", [96, 128, 130])

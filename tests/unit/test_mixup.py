@@ -14,7 +14,7 @@ from conftest import each_of, parsed
 from distributed.world import World
 from errors import InputError
 from trainers import text_model
-from training.losses import MixedCrossEntropy
+from training.losses import CrossEntropy, MixedCrossEntropy
 
 SIZE = (12, 10)
 
@@ -124,6 +124,11 @@ def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sa
     mix.weight = mix.weight.double().expand(64)
     settings = {"mix": mix, "label_smoothing": smoothing, "class_weights": weights}
     ours = mixup.cross_entropy(logits, labels, **settings)
+    fp32 = None if weights is None else weights.float()  # as those of --class_weights are
+    target = F.one_hot(labels, 5).double()
+    plain = F.cross_entropy(logits, target, weights, label_smoothing=smoothing)
+    unmixed = CrossEntropy(smoothing, fp32).compare(logits, labels).loss
+    torch.testing.assert_close(unmixed, plain, rtol=1e-6, atol=0)
     hot = mixup.blend(F.one_hot(labels, 5).double(), mix)
     soft = F.cross_entropy(logits, hot, weights, label_smoothing=smoothing)
     torch.testing.assert_close(ours, soft)

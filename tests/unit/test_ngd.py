@@ -24,6 +24,7 @@ from optimizer_cases import (
     weights,
 )
 from optimizers import matrix_functions
+from optimizers.low_rank import row_norms
 from optimizers.matrix_functions import MAX_ERROR, absolute_value, inverse_square_root, square_root
 from optimizers.muon import Muon
 from optimizers.param_groups import ngd_groups
@@ -73,6 +74,11 @@ def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
     # first iteration samples are nearly dependent, as those of these kernels are
     rounding = 0.05 if len(shape) > 2 else 1e-3
     assert worst < (1e-8 if dtype == torch.float64 else rounding), worst
+
+
+def test_norms_of_millions_of_elements_are_exact():
+    X = torch.randn(2, 2_359_301)
+    torch.testing.assert_close(row_norms(X), X.double().norm(dim=1), rtol=1e-7, atol=0)
 
 
 def test_a_gradient_of_rank_one_or_zero_keeps_the_directions_orthonormal():
