@@ -163,6 +163,9 @@ def choose_rows(
     if settings.evaluate:  # only one training row is prepared, since nothing trains
         chosen.splits["train"] = train.select_rows(torch.arange(1))
         return chosen
+    name = "val" if "val" in chosen.splits else "test"
+    if name in chosen.splits:
+        check_measure(settings.best_by, torch.as_tensor(chosen.splits[name].labels), name)
     if settings.label_noise:
         train, line = with_wrong_labels(settings, train, classes)
         chosen.splits["train"] = train
@@ -170,6 +173,21 @@ def choose_rows(
     if (learned_from := policy_rows(settings, torch.as_tensor(train.labels))) is not None:
         chosen.splits["held_out"] = train.select_rows(learned_from)
     return chosen
+
+
+def check_measure(best_by: str, labels: Tensor, name: str) -> None:
+    """Check that what chooses the best epoch is a number on the rows of the set of this name.
+
+    Raises:
+        InputError: no row has a label, or for AUROC none has a class that others lack.
+    """
+    counts = labels.sum(0) if labels.ndim > 1 else labels.bincount()
+    needed = {"map": counts > 0, "auroc": (counts > 0) & (counts < len(labels))}
+    if best_by in needed and not needed[best_by].any():
+        raise InputError(
+            f"--best_by {best_by}: the {EVAL_SET_NAMES[name]} rows are all of one class or of "
+            "none; choose others, or --best_by loss"
+        )
 
 
 def class_numbers(labels: Tensor) -> Tensor:

@@ -217,9 +217,10 @@ def predict(settings: TextSettings, run: Run, paths: Sequence[str]) -> None:
     lines: list[Sample] = []
     notes: list[str] = []
     trained = trained_columns(run.checkpoint)
+    choice = ColumnChoice(texts=tuple(settings.text_column), separator=settings.label_separator)
     for path in paths:
         lines_of_files, notes_of_path = text_datasets.read_text_files(
-            Path(path), settings.text_column, trained=trained
+            Path(path), choice, trained=trained
         )
         notes += notes_of_path
         for file, texts_of_file in lines_of_files.items():

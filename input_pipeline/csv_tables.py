@@ -106,7 +106,7 @@ class CsvTable:
                     "be the first row and the only one, so delete this row or those above it"
                 )
             for position in self.texts if to_classify else (self.label, *self.texts):
-                if row[position] is NESTED:
+                if is_nested(row[position], may_be_listed=position == self.label):
                     column = self.describe_column(position)
                     raise InputError(f"{self.path}, row {number}: {column} is {NESTED}")
             yield number, row
@@ -131,6 +131,7 @@ class CsvTable:
             cell = row[self.label]
             if cell not in labels:
                 parts = [cell] if self.separator is None else cell.split(self.separator)
+                parts = json.loads(cell) if isinstance(cell, ListedNames) else parts
                 labels[cell] = tuple(filter(None, map(normal_form, parts)))
                 if unknown := [name for name in labels[cell] if known and name not in known]:
                     raise InputError(
@@ -160,7 +161,7 @@ class CsvTable:
         )
         groups, column = [], self.describe_column(position)
         for number, row in self.rows():
-            if row[position] is NESTED or not row[position].strip():
+            if is_nested(row[position]) or not row[position].strip():
                 raise InputError(
                     f"{self.path}, row {number}: the group ({column}) is empty or nested; fill it "
                     "in or delete the row"
@@ -182,6 +183,15 @@ class CsvTable:
         """Name a column by its number from 1 on and by its name in the header."""
         name = " ".join(self.header[position].split()) if self.header else ""
         return f"column {position + 1}{name and f' ({name})'}"
+
+
+class ListedNames(str):
+    """The JSON of a list of names, which are several labels."""
+
+
+def is_nested(cell: str, *, may_be_listed: bool = False) -> bool:
+    """Tell whether a cell is of a nested value, other than a list of names where it may be one."""
+    return cell is NESTED or (isinstance(cell, ListedNames) and not may_be_listed)
 
 
 def normalise(name: str) -> str:
@@ -428,6 +438,11 @@ def named(value: Any, classes: Sequence[str]) -> Any:
     return None if value is None or value < 0 else classes[value]
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text that UTF-8 can write: a question mark stands for each lone surrogate."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def read_object_rows(
     path: Path,
     read: Callable[[Path], Iterator[tuple[int, dict[str, Any]]]],
@@ -437,19 +452,19 @@ def read_object_rows(
     """Yield the names of all objects as row 0, and the values of each object that is read.
 
     Null, NaN and [] are empty, lists, objects and bytes `NESTED`; others but strings are as in
-    JSON. With a separator of labels it joins the strings of a list.
+    JSON. With a separator of labels a list of strings is `ListedNames`.
     """
 
     def cell(value: Any) -> str:
         is_names = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if label_separator is not None and is_names:
-            value = label_separator.join(value)
+        if value and is_names and label_separator is not None:
+            return ListedNames(json.dumps([*map(without_surrogates, value)]))
         if isinstance(value, list | dict | bytes):
             return NESTED if value else ""
         if value is None or value != value:
             return ""
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        return text.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
+        return without_surrogates(text)
 
     yield 0, names
     for number, value in read(path):
@@ -479,7 +494,7 @@ def is_header(rows: Rows, choice: ColumnChoice) -> bool:
     """
     first = next(rows)[1]
     cells = list(map(normalise, first))
-    chosen = [*choice.texts, *([] if choice.label is None else [choice.label])]
+    chosen = [name for name in (*choice.texts, choice.label, choice.group) if name is not None]
     chosen = [normalise(name) for name in chosen if not is_position(name, len(cells))]
     if has_both_names(cells) or any(name in cells for name in chosen):
         return True
@@ -532,17 +547,23 @@ def find_columns(
             raise refusal(f"{there_is} {shorten(chosen)}", flag)
         return same[0]
 
+    # The column of the groups is neither, unless it is chosen; another file may lack it.
+    group = choice.group or ""
+    groups = [i for i, name in enumerate(names) if group and name == normalise(group)]
+    if not groups and is_position(group, num_columns):
+        groups = [int(group) - 1]
     texts = [position(name, flag) for name in choice.texts]
-    labels = [i for i, name in enumerate(names) if name in LABEL_NAMES and i not in texts]
+    taken = [*texts, *groups]
+    labels = [i for i, name in enumerate(names) if name in LABEL_NAMES and i not in taken]
     if choice.label is not None:
         labels = [position(choice.label, "--label_column")]
     elif has_label and not header:
-        labels = [0]
+        labels = [i for i in [0] if i not in groups]
     if has_label and len(labels) != 1:
         which = "several columns may be" if labels else "no column is known to be"
         raise refusal(f"{which} the label", "--label_column")
     if not texts and (header or has_label or num_columns == 1):
-        others = [i for i in range(num_columns) if i not in labels]
+        others = [i for i in range(num_columns) if i not in [*labels, *groups]]
         are_named = header and num_columns > 1
         texts = [i for i in others if not are_named or names[i] in TEXT_NAMES]
     if not texts:

@@ -138,6 +138,8 @@ def needed_splits(
     Raises:
         InputError: the training set is missing, or both others are.
     """
+    if not root.exists():
+        raise InputError(f"--data_dir {root}: there is no such folder")
     paths, form = find_splits(root, suffixes), suffixes[0] or "/CLASS/*"
     if "train" in enough and "" in suffixes and root.is_dir() and not splits_classes(root, paths):
         return {"train": root}

@@ -297,12 +297,12 @@ def download_agnews(folder: Path, file: str) -> None:
 
 
 def read_text_files(
-    path: Path, columns: Sequence[str] = (), *, trained: ColumnChoice = NO_CHOICE
+    path: Path, choice: ColumnChoice = NO_CHOICE, *, trained: ColumnChoice = NO_CHOICE
 ) -> tuple[dict[Path, dict[int, str]], list[str]]:
     """Return the texts of a file, or of all .txt files below a folder.
 
     Args:
-        columns: the texts' columns of a table that the user chose; empty to find them.
+        choice: the texts' columns of a table, and what separates the labels beside them.
         trained: names of those in training, with which a table that has some of them is read.
     Returns:
         What `read_lines` returns of each file, in sorted order; and warnings of what was left out
@@ -312,7 +312,7 @@ def read_text_files(
     """
     what = ".txt files with one text a line; name tables themselves"
     files, notes = expand_files(path, TEXT_SUFFIXES, what=what)
-    texts, choice = {}, ColumnChoice(texts=tuple(columns))
+    texts = {}
     for file in files:
         if file.suffix.lower() in SUFFIXES:
             table = open_table(file, choice, trained=trained, has_label=False)

@@ -4,6 +4,7 @@ model = create_model("resnet50", classes=10, channels=3, image_size=32)
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,9 +64,7 @@ def default_weights(arch: str) -> tuple[dict[str, Tensor], list[str]]:
     """
     try:
         if arch.startswith(TIMM):
-            import timm
-
-            return timm.create_model(arch.removeprefix(TIMM), pretrained=True).state_dict(), []
+            return _timm_weights(arch.removeprefix(TIMM)), []
         from torchvision import models
 
         weights = models.get_model_weights(arch).DEFAULT  # whose keys some models rename
@@ -75,6 +74,19 @@ def default_weights(arch: str) -> tuple[dict[str, Tensor], list[str]]:
         problem = "could not be downloaded" if isinstance(error, OSError) else "are not there"
         reason = getattr(error, "reason", first_line(error))
         raise InputError(f"those of {arch} {problem} ({reason}); give a file") from None
+
+
+def _timm_weights(name: str) -> dict[str, Tensor]:
+    import timm
+    from huggingface_hub import snapshot_download  # unlike timm, gives up at once
+
+    known: Any = timm.get_pretrained_cfg(name)
+    there: dict[str, Any] = {}
+    if known is not None and known.hf_hub_id:
+        file = known.hf_hub_filename or "model.safetensors"
+        path = Path(snapshot_download(known.hf_hub_id, allow_patterns=file)) / file
+        there = {"pretrained_cfg_overlay": {"file": str(path)}} if path.is_file() else {}
+    return timm.create_model(name, pretrained=True, **there).state_dict()
 
 
 def usual_preprocessing(arch: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from dynamic_batch import (
     at_milestones,
     replacing_decay,
 )
-from errors import exit_code
+from errors import InputError, exit_code
 from mixup import MetaMixup
 from ngd import NGD
 from optimizers.base import GradScalerOptimizer
@@ -92,16 +92,17 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         ImportError: a package of requirements.txt is missing.
     """
     folder = Path(folder).expanduser()
+    flags = {name: plain for name, value in flags.items() if (plain := _plain(value)) is not None}
     with _training_packages():  # the scripts need more than torch
         from cli.options import flag_arguments
-        from input_pipeline import csv_tables, own_data
-        from training.run_folder import make_run_folder
+        from input_pipeline import own_data
+        from training.run_folder import latest_run, make_run_folder
 
-        tables = own_data.find_splits(folder, csv_tables.SUFFIXES).values()
-        readers = [csv_tables.table_reader(each, flags.get("label_separator")) for each in tables]
-        headers = [[*map(csv_tables.normalise, next(read())[1])] for read in readers]
-        own = "folder" if all("image" in header for header in headers) else "csv"
-        flags = {"dataset": own, "data_dir": folder, **flags}
+        if flags.get("dataset", "csv") in own_data.DATASETS and not folder.exists():
+            raise InputError(f"{folder}: there is no such folder")
+        if "dataset" not in flags:
+            flags["dataset"] = _own_dataset(folder, flags.get("label_separator"))
+        flags = {"data_dir": folder, **flags}
         script: Any
         if flags["dataset"] == "folder":
             import resnet50_test
@@ -115,22 +116,46 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
     words = [
         word
         for name, value in flags.items()
-        if (plain := _plain(value)) not in (None, {}, [])
-        for word in flag_arguments(name, plain, parser)
+        if value not in ({}, [])
+        for word in flag_arguments(name, value, parser)
     ]
     given = parser.given(words)
     out, going_on = given.get("out"), given.get("resume")
-    if out is None and going_on not in (None, "", "auto"):
-        out = going_on if Path(going_on).is_dir() else str(Path(going_on).parent)
-    new = make_run_folder(None, script.SCRIPT) if out is None else None
-    out = out or str(new)
+    if going_on == "":
+        going_on = latest_run(script.SCRIPT)
+    if out is None and going_on not in (None, "auto"):
+        out = str(going_on if Path(going_on).is_dir() else Path(going_on).parent)
+    is_new = out is None and given.get("resume") is None  # else the script says what is missing
+    new = make_run_folder(None, script.SCRIPT) if is_new else None
+    out = str(new) if new else out
     try:
-        script.main([*words, "--out", out])
+        script.main([*words, *(["--out", out] if out else [])])
     finally:
         if new:  # it stays where the run has begun
             with contextlib.suppress(OSError):
                 new.rmdir()
-    return load(out)
+    return load(str(out))
+
+
+def _own_dataset(folder: Path, label_separator: str | None) -> str:
+    """The --dataset of a folder: csv where its tables are of texts, else folder.
+
+    Raises:
+        InputError: a table has columns of both.
+    """
+    from input_pipeline import csv_tables, own_data
+
+    kinds = []
+    for path in own_data.find_splits(folder, csv_tables.SUFFIXES).values():
+        _, header = next(csv_tables.table_reader(path, label_separator)())
+        names = {*map(csv_tables.normalise, header)}
+        kinds.append("folder" if "image" in names else "csv")
+        if "image" in names and (texts := names & csv_tables.TEXT_NAMES):
+            raise InputError(
+                f"{path}: has the columns image and {min(texts)}; give dataset='folder' for its "
+                "images, or dataset='csv' for its texts"
+            )
+    return "csv" if "csv" in kinds else "folder"
 
 
 def _plain(value: Any) -> Any:

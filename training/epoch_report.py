@@ -1,5 +1,6 @@
 """What rows of metrics.jsonl say, in words, and the summary of a run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ def _shares(row: Mapping[str, Any], suffix: str) -> list[str]:
     for name, eval_set in EVAL_SET_NAMES.items():
         found = {text: row.get(f"{name}_{metric}{suffix}") for metric, text in SHARES.items()}
         words = [
-            f"{text} {100 * share:.2f} %" for text, share in found.items() if share is not None
+            f"{text} {100 * share:.2f} %"
+            for text, share in found.items()
+            if share is not None and math.isfinite(share)
         ]
         shares += [f"{eval_set} {words[0]}", *words[1:]] if words else []
     return shares
@@ -165,7 +168,9 @@ def against(
     known = dict(simple or {})
     eval_set = known.pop("eval_set", "")
     reached = rows[-1].get(f"{eval_set}_{known.get('metric', 'accuracy')}") if rows else None
-    return "" if reached is None else Baseline(**known).verdict(reached, name)
+    if reached is None or not math.isfinite(reached):
+        return ""
+    return Baseline(**known).verdict(reached, name)
 
 
 def final_result(
@@ -177,6 +182,7 @@ def final_result(
     result = {"epoch": epoch, "eval_set": EVAL_SET_NAMES[name], "scores": scores}
     if found.average_precision is not None:
         result |= {"labels": list(classes), "label_counts": found.class_counts.tolist()}
+        result |= {} if rows is None else {"rows": len(rows.targets)}
     else:
         result["rows"] = int(found.class_counts[1].sum())
     if rows is not None and scores:

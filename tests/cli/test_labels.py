@@ -16,10 +16,11 @@ from torch.nn import functional as F
 import ranks
 from cli import factory
 from conftest import LABELS, SHORT, run, write, write_headlines, write_images
+from errors import InputError
 from figures.report import render
 from figures.run_logs import read_run
 from input_pipeline.csv_tables import ColumnChoice
-from input_pipeline.text_datasets import read_text_splits
+from input_pipeline.text_datasets import read_text_files, read_text_splits
 from mixup import Mix
 from training.classifier import load
 from training.losses import BinaryCrossEntropy
@@ -105,13 +106,23 @@ def test_labels_of_csv_and_of_lists_in_jsonl_are_read_alike(tmp_path):
     rows: list[tuple[list[str], str]] = [(["b", "a"], "one"), ([], "two, three"), (["b"], "four")]
     table = "".join(f'{"|".join(names)},"{text}"\n' for names, text in rows)
     lines = "".join(json.dumps({"label": n, "text": t}) + "\n" for n, t in rows)
-    for folder in (
-        write(tmp_path / "csv", train__csv=table, test__csv=table),
-        write(tmp_path / "jsonl", train__jsonl=lines, test__jsonl=lines),
-    ):
+    for name, text in (("csv", table), ("jsonl", lines)):
+        folder = write(tmp_path / name, **{f"train__{name}": text, f"test__{name}": text})
         splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
         assert (classes, list(splits["test"].texts)) == (["a", "b"], ["one", "two, three", "four"])
         assert splits["train"].labels.tolist() == [[1, 1], [0, 0], [0, 1]]
+        [path] = folder.glob("test.*")
+        to_classify = ColumnChoice(texts=("2" if name == "csv" else "text",), separator="|")
+        found = read_text_files(path, to_classify)[0][path]
+        assert [*found.values()] == ["one", "two, three", "four"], "as in training"
+    lines = '{"label": ["a|b", "c"], "text": "x"}\n{"label": ["c"], "text": "y"}\n'
+    folder = write(tmp_path / "names", train__jsonl=lines, test__jsonl=lines)
+    splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
+    assert classes == ["a|b", "c"], "a name in a list is a label as it is"
+    lists = lines.replace('"x"', '["x", "y"]')
+    folder = write(tmp_path / "texts", train__jsonl=lists, test__jsonl=lists)
+    with pytest.raises(InputError, match=r"column 2 \(text\) is a list"):
+        read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
 
 
 def test_the_loss_is_the_sum_over_the_labels_and_linear_in_mixed_targets():
@@ -205,6 +216,11 @@ def test_what_does_not_go_together_is_refused_in_one_line(refused, tmp_path):
     ):
         refused("images", f"{SEPARATED} {words}", names, base)
     refused("images", "--best_by map", "measured where rows may have several labels", base)
+    (bare := tmp_path / "bare").mkdir()
+    write(bare, train__csv="label,text\n" + "a|b,x\nb,y\n" * 8, test__csv="label,text\n,x\n,y\n")
+    for measure in ("map", "auroc"):
+        words = f"--data_dir {bare} --best_by {measure}"
+        refused("texts", words, "the test rows are all of one class or of none", LABELS)
     refused("images", "", "train.csv, row 3: the label (column 3 (label)) is empty", base)
     (folder / "scans" / "7.png").unlink()
     refused("images", SEPARATED, f"train.csv, row 9: there is no image {folder}/scans/7.png", base)

@@ -202,6 +202,7 @@ def test_wrong_files_are_refused(refused, tmp_path):
     refused("texts", f"--data_dir {folder}/train.csv", "train.csv: is a file", TEXTS)
     none = "--dataset folder --data_dir none --arch resnet18 --weights DEFAULT"
     refused("images", none, "none: there is no such folder", "")  # before a download
+    refused("texts", "--data_dir none", "none: there is no such folder", TEXTS)
     for encoding, text in (("latin-1", "caf\xe9"), ("utf-16", "caf\xe9"), ("utf-16-le", "bar")):
         (folder / "train.csv").write_bytes(f"{text},ein\nbaz,zwei\n".encode(encoding))
         refused("texts", f"--data_dir {folder}", "NUL" if text == "bar" else "not UTF-8", TEXTS)

@@ -13,6 +13,7 @@ from cli.data import choose_rows
 from conftest import SHORT, for_each, parsed, parser, run, write, write_images
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.image_datasets import read_image_splits
+from input_pipeline.text_datasets import read_text_splits
 
 TEXTS = f"--dataset csv {SHORT} --width 8 --heads 2 --depth 1 --vocab_size 300 --bs 8"
 
@@ -132,6 +133,16 @@ def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
     newer = write(tmp_path / "newer", train__csv=rows, test__csv=rows)
     console = run("texts", f"--checkpoint {out} --evaluate --data_dir {newer}")
     assert console.count("of 1\n") == 2
+    # the column is none of the texts', whatever its name is
+    for name, rows in (
+        ("named", "text,label,subject\ngo,a,s1\nstop,b,s2\n"),
+        ("3", "a,go,s1\nb,stop,s2\n"),
+    ):
+        folder = write(tmp_path / name, train__csv=rows)
+        group = ColumnChoice(group="subject" if name == "named" else name)
+        splits, _ = read_text_splits("csv", str(folder), choice=group, enough=["train"])
+        assert list(splits["train"].texts) == ["go", "stop"]
+        assert splits["train"].groups() == ["s1", "s2"]
     images = write_images(tmp_path / "images", ["x/p", "x/q", "y/p", "y/q"], rows=3, size=8)
     shutil.rmtree(images / "test")
     groups = ColumnChoice(group="folder")

@@ -95,6 +95,23 @@ if __name__ == "__main__":
     sizes = {{"width": 8, "depth": 1}}
     texts = f.fit("texts", model_args=sizes, optimizer="sgd", nesterov=False, **shared)
     assert texts.predict(["Stocks fall"])[0] in "1234"
+    f.fit("texts", resume=True, **(shared | {{"epochs": 2}}))
+    [run] = os.listdir("runs")
+    assert sum(1 for line in open(f"runs/{{run}}/metrics.jsonl")) == 2
+    os.mkdir("both")
+    with open("both/train.csv", "w") as file:
+        file.write("image,text,label\na.png,x,1\n")
+    for folder, more, said in (
+        ("txts", {{"label_column": "label"}}, "txts: there is no such folder"),
+        ("both", {{}}, "has the columns image and text"),
+        ("texts", {{"resume": "auto"}}, "--resume auto: give --out"),
+    ):
+        try:
+            f.fit(folder, **more)
+        except Exception as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(said)
     assert importlib.metadata.version("faster-training") == f.__version__
     assert not [name for name in dir(f) if name[:1] == "_" and name != "__version__"]
 """

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import functools
 import importlib.metadata
+import math
 import os
 import shlex
 import signal
@@ -348,11 +349,12 @@ def test_arms_whose_rows_have_several_labels_are_compared_by_map():
     arms = []
     for name, accuracy, precision in (("a", 0.1, 0.9), ("b", 0.3, 0.5)):
         row = {"test_accuracy": accuracy, "test_map": precision, "train_seconds": 1.0}
-        run = ReportedRun(name, [row], {}, {}, None, {})
+        run = ReportedRun(name, [row], {}, {}, None, {"rows": 200} if name == "b" else {})
         tried = {rate: {"val_accuracy": rate, "val_map": 1 - rate} for rate in (0.1, 0.3)}
         arms.append(Contender(name, tried, [run, run]))
     assert (arms[0].rate, arms[0].measure, arms[0].accuracies) == (0.1, "mAP", [90, 90])
-    assert arms[1].difference(arms[0]).verdict == "behind"
+    found = arms[1].difference(arms[0])
+    assert (found.verdict, found.error) == ("behind", 0.5 / math.sqrt(2)), "that of a row of 200"
     assert not any("one test row" in line for line in verdict.limits(arms)), "it is not known"
 
 

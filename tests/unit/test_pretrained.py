@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
 from PIL import Image
@@ -348,3 +349,7 @@ def test_weights_that_need_a_network_are_refused_at_once_without_one(monkeypatch
     expected = "those of resnet18 could not be downloaded \\(no network in tests\\); give a file"
     with pytest.raises(InputError, match=expected):
         image_models.default_weights("resnet18")
+    pytest.importorskip("timm")  # which would try again for 47 seconds
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(side_effect=no_network))
+    with pytest.raises(InputError, match=expected.replace("resnet18", "timm:resnet10t")):
+        image_models.default_weights("timm:resnet10t")
