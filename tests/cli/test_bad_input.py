@@ -42,6 +42,7 @@ IMAGES_ONLY = [
     ("--precision apex_O1 --dynamic_batch noise", "loss scale"),
     ("--backend ort --precision bf16", "fp32"),
     ("--backend ort --fuse", "--fuse"),
+    ("--backend cudagraph --precision fp16", "--precision fp16"),
     ("--arch alexnet --image_size 32", "--arch alexnet cannot take 32x32"),
     ("--arch vit_b_16 --image_size 40", "--arch vit_b_16: Input shape indivisible by patch size"),
     ("--arch hf:any/model", "--arch hf:any/model: unknown model"),
@@ -70,6 +71,7 @@ def test_a_wrong_flag_is_named_in_one_line_and_nothing_is_written(refused, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_that_is_not_there_is_named(refused):
     assert "use cpu" in refused("images", "--device cuda", "device cuda: torch")
+    refused("images", "--backend cudagraph", "needs a GPU")
 
 
 def test_a_data_set_is_not_downloaded_into_own_data(refused, tmp_path):

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def three_steps():
         yield 10
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_is_stopped_between_its_turns_and_its_end_is_one_line(capfd):
     remote = bench.Remote(three_steps)
     folder = Path(f"/proc/{remote.process.pid}")

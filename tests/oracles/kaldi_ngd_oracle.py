@@ -41,11 +41,6 @@ class Axis:
             self.update(X, g0)
         return out * (g0 / float((out * out).sum())) ** 0.5
 
-    def spread(self, d: Tensor, rho: float) -> Tensor:
-        """E_t, the diagonal of W_t W_t'."""
-        beta = rho * (1 + self.alpha) + self.alpha * float(d.sum()) / self.D
-        return d / (beta + d)
-
     def update(self, X: Tensor, g0: float) -> None:
         N, D, R, W, eta = len(X), self.D, self.R, self.W, self.eta
         # ours: no direction counts for less than this, so that none drowns in rounding
@@ -73,7 +68,8 @@ class Axis:
         bad_d = bool((s - rho < floor).any()) or rho < floor
         self.d = (s - rho).clamp(min=floor)
         self.rho = max(rho, floor)
-        e = self.spread(self.d, self.rho)
+        beta = self.rho * (1 + self.alpha) + self.alpha * float(self.d.sum()) / D
+        e = self.d / (beta + self.d)  # E_t, the diagonal of W_t W_t'
         rows = (U.T @ (left[:, None] * J + kept[:, None] * W)) / s[:, None]
         if bad or bad_d:
             Q, T = torch.linalg.qr(rows.T)

@@ -174,7 +174,6 @@ def test_variables_of_the_network_that_are_wrong_are_named(monkeypatch):
                     world.init_world("cpu").__enter__()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 def test_the_interface_of_the_route_is_used_unless_the_user_chose_one(monkeypatch):
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address("localhost") in ("127.0.0.1", "::1")

@@ -1,5 +1,6 @@
 """Damaged recipes, checkpoints and data sets: exit code 2 and one line that names the file."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -22,7 +23,6 @@ WRONG_RECIPES = [
     (b"\xff\xfe\x00binary", "not YAML"),
     (b"lr: 2024-13-45", "must be a number, got '2024-13-45'"),
     (b"lr: 0.1\nepochs: 2\nlr: 0.2\n", "lr is given twice"),
-    (b"opt_args: {rank: 4, rank: 8}", "rank is given twice"),
     (b"batch_size: 8\nbs: 4", "batch_size and bs are one flag"),
     (b"ngd: true\noptimizer: sgd", "ngd and optimizer are one flag"),
     (ALIAS_BOMB, "is neither a value nor a list"),
@@ -30,7 +30,6 @@ WRONG_RECIPES = [
     (b"betas: [no, 0.9]", "--betas: must be a number, got 'no'"),
     (b"nestrov: false", "did you mean --no-nesterov?"),
     (b"lr: true", "expected one argument"),
-    (b"lr: -1", "must be above 0"),
     (b"ngd: no", "which optimizer instead"),
     *((f"{name}: true".encode(), f"{name}: a recipe cannot hold") for name in COMMAND_LINE),
 ]
@@ -42,20 +41,11 @@ def test_wrong_recipe_is_named(refused, tmp_path):
         assert "fast.yaml" in refused("images", "--recipe fast.yaml", names)
 
 
-def cut(path: Path, length: int = 5000) -> None:
-    path.write_bytes(path.read_bytes()[:length])
-
-
 UNFIT = [
     ("images", "--resume {texts}", "transformer_test"),
-    ("texts", "--resume {images}", "resnet50_test"),
-    ("images", "--resume {images} --epochs 2 --arch resnet32", "last.pt: the checkpoint"),
     ("texts", "--checkpoint {texts} --evaluate --depth 3", "Missing key(s) in state_dict"),
     ("images", "--resume {images} --predict nowhere.png", "nowhere.png"),
-    ("images", "--resume {images} --predict text.png", "text.png"),
     ("images", "--resume {images} --predict {images}", "contains no images"),
-    ("texts", "--resume {texts} --predict {texts}", "contains no .txt files"),
-    ("texts", "--resume {texts} --predict nowhere.txt", "nowhere.txt"),
     ("texts", "--resume {texts} --predict in.csv", "in.csv: no column is known to be the text"),
     ("texts", "--evaluate --checkpoint model.onnx", "is an export"),
     ("images", "--resume {images} --predict a.png --predict_out out.txt", "in .jsonl or .csv"),
@@ -69,7 +59,6 @@ UNFIT = [
 
 
 def test_checkpoint_that_does_not_match_the_flags_is_named(runs, refused, tmp_path):
-    (tmp_path / "text.png").write_text("words")
     (tmp_path / "in.csv").write_text("Stocks rise,today\n")
     (tmp_path / "model.onnx").write_bytes(b"an export")
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in runs.items()}
@@ -94,9 +83,9 @@ def test_damaged_data_set_is_named(refused, tmp_path):
 WRONG_FOLDERS = [
     (lambda root: [path.unlink() for path in (root / "train" / "dog").iterdir()], "train/dog"),
     (lambda root: (root / "train" / "cat" / "03.png").write_text("words"), "train/cat/03.png"),
-    (lambda root: cut(root / "train" / "cat" / "03.png", 100), "train/cat/03.png"),
+    (lambda root: os.truncate(root / "train" / "cat" / "03.png", 100), "train/cat/03.png"),
     # A worker process notices this one where images are streamed.
-    (lambda root: cut(root / "test" / "cat" / "03.png", 100), "test/cat/03.png"),
+    (lambda root: os.truncate(root / "test" / "cat" / "03.png", 100), "test/cat/03.png"),
 ]
 
 

@@ -21,7 +21,6 @@ import fake_cuda
 import mixup
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from backends.precision import Precision
-from backends.torch_compat import unavailable_reason
 from cli.optimizers import optimizer_choice
 from conftest import each_of
 from distributed import fsdp
@@ -123,7 +122,6 @@ def test_a_step_waits_for_nothing_also_after_its_state_was_saved_and_loaded(name
         assert all(tensor.is_cuda for tensor in tensors)
 
 
-@pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
 def test_ngds_step_with_shards_waits_for_nothing():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -227,15 +225,6 @@ def test_meta_mixup_waits_for_nothing(size):
 # -------------------------------------------------------------------- what the ranks exchange
 
 
-def bucket_of(parameters: list[Tensor]) -> mock.Mock:
-    """A bucket of gradients, as DistributedDataParallel hands them to a hook."""
-    flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
-    parts = flat.split([p.numel() for p in parameters])
-    gradients = [part.view(p.shape) for part, p in zip(parts, parameters)]
-    values = {"buffer": flat, "parameters": parameters, "gradients": gradients, "index": 0}
-    return mock.Mock(**{f"{name}.return_value": value for name, value in values.items()})
-
-
 HOOKS: dict[str, Callable[[World], AllReduceHook]] = {
     "none": AllReduceHook,
     "bf16": lambda world: AllReduceHook(world, "bf16"),
@@ -257,7 +246,11 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         hook.start(parameters)
         meter = NoiseMeter(parameters, world)
         hook.observers.append(meter.add_bucket)
-        bucket = bucket_of(parameters)
+        flat = torch.empty(sum(p.numel() for p in parameters), device=CUDA)
+        parts = flat.split([p.numel() for p in parameters])
+        gradients = [part.view(p.shape) for part, p in zip(parts, parameters)]
+        values = {"buffer": flat, "parameters": parameters, "gradients": gradients, "index": 0}
+        bucket = mock.Mock(**{f"{name}.return_value": value for name, value in values.items()})
         with gpu.waiting() as waits:  # the places of the parameters, at the first bucket
             hook.run(None, bucket)
         assert waits.keys() <= {"step_stats.add_bucket"}
@@ -278,7 +271,6 @@ def test_hooks_wait_for_nothing(name, monkeypatch):
         assert meter.squares.is_cuda
 
 
-@pytest.mark.skipif(bool(unavailable_reason("fsdp")), reason=unavailable_reason("fsdp"))
 def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in_fp32():
     saved: list[Tensor] = []
     computed: set[tuple[bool, torch.dtype]] = set()  # whether it is a norm, and in what
@@ -304,17 +296,6 @@ def test_shards_leave_no_copy_of_weights_for_the_backward_pass_and_norms_stay_in
     assert computed == {(True, torch.float32), (False, torch.bfloat16)}
 
 
-# -------------------------------------------------------------------- data
-
-
-def image_data(rows: int = 32, resident: bool = True) -> ImageDataset:
-    pixels = torch.zeros(rows, 8, 8, 3, dtype=torch.uint8)
-    split = ImageSplit(torch.arange(rows) % 10, pixels, size=8)
-    settings = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA}
-    crops = Augmentation(pad=2, flip=True, fill="reflect")
-    return ImageDataset(split, crops, resident=resident, **settings)
-
-
 # -------------------------------------------------------------------- an epoch
 
 
@@ -332,8 +313,12 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
     rows = 8 * 2 * LOG_INTERVAL["cuda"]
     with fake_world(size) as world, FakeGpu() as gpu:
         trainer = trainer_of(gpu, world, name, epochs=2, **settings)
+        pixels = torch.zeros(rows, 8, 8, 3, dtype=torch.uint8)
+        split = ImageSplit(torch.arange(rows) % 10, pixels, size=8)
+        crops = Augmentation(pad=2, flip=True, fill="reflect")
+        how = {"mean": [0.5] * 3, "std": [0.2] * 3, "device": CUDA, "resident": size == 1}
         with gpu.waiting():
-            trainer.train_set = data = image_data(rows, resident=size == 1)
+            trainer.train_set = data = ImageDataset(split, crops, **how)
         trainer.eval_sets = {"test": data}
         trainer.batches = DynamicBatchSampler(rows, 8, world=world)
         for between_hosts in (

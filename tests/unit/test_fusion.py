@@ -12,20 +12,16 @@ from models.image_models import create_model
 from trainers import text_model
 
 
-def outcome(run, x: Tensor, modules: list[nn.Module]) -> list[Tensor]:
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Output, gradients of the input and of all parameters, buffers."""
-    y = run(x)
+    y = model(x)
     torch.manual_seed(2)
-    parameters = [p for module in modules for p in module.parameters()]
-    grads = torch.autograd.grad(y, [x, *parameters], torch.randn_like(y))
-    return [y.detach(), *grads, *(b.clone() for module in modules for b in module.buffers())]
+    grads = torch.autograd.grad(y, [x, *model.parameters()], torch.randn_like(y))
+    return [y.detach(), *grads, *(buffer.clone() for buffer in model.buffers())]
 
 
-def assert_same(run, x: Tensor, modules: list[nn.Module], *, other) -> None:
-    """The outcome of `other`, a function and its modules, is that of `run` and its modules."""
-    expected, found = outcome(run, x, modules), outcome(other[0], x, other[1])
-    for one, two in zip(expected, found, strict=True):
-        torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
+def assert_same(one: nn.Module, other: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(outcome(other, x), outcome(one, x), rtol=1e-6, atol=1e-9)
 
 
 def stored_bytes(run) -> int:
@@ -55,7 +51,7 @@ def test_a_fused_mlp_equals_the_modules(activation):
     assert isinstance(fused, fusion.FusedMlp)
     assert not fused.training
     assert fused.state_dict().keys() == modules.state_dict().keys()
-    assert_same(modules, x, [modules], other=(fused, [fused]))
+    assert_same(modules, fused, x)
     assert stored_bytes(lambda: fused(x)) == x.numel() * x.element_size()
     longer = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     assert fusion.fuse(nn.ModuleList([longer])) == 0, "another sequence is not replaced"
@@ -73,7 +69,7 @@ def test_a_fused_resnet_has_the_same_gradients_names_and_statistics(arch):
     model, x = resnet(arch)
     fused = copy.deepcopy(model)
     assert fusion.fuse(fused) > 4
-    assert_same(model, x, [model], other=(fused, [fused]))
+    assert_same(model, fused, x)
     assert model.state_dict().keys() == fused.state_dict().keys()
     assert stored_bytes(lambda: fused(x)) < 0.75 * stored_bytes(lambda: model(x))
 
@@ -103,6 +99,6 @@ def test_checkpointed_blocks_have_the_same_gradients_and_statistics(fused):
     less = copy.deepcopy(model)
     assert activation_checkpointing.checkpoint_activations(less) == 3
     for _ in range(2):
-        assert_same(model, x, [model], other=(less, [less]))
+        assert_same(model, less, x)
     assert list(less.state_dict()) == names
     assert stored_bytes(lambda: less(x)) < (0.8 if fused else 0.5) * stored_bytes(lambda: model(x))

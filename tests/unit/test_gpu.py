@@ -5,7 +5,6 @@ on a GPU that is not there.
 """
 
 import torch
-from torch import Tensor, nn
 
 import conftest
 import mixup
@@ -22,16 +21,6 @@ FP32 = Precision("fp32", "cuda")
 OPTIMIZERS = ["sgd", "adamw", "ngd", "kaldi_ngd", "lamb", "lars", "slamb"]
 
 
-def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randn(rows, 3, 8, 8, generator=generator)
-    return images, torch.randint(10, (rows,), generator=generator)
-
-
-def weights(model: nn.Module) -> Tensor:
-    return flat(model.parameters()).cpu()
-
-
 @needs_gpu
 @each_of("name", OPTIMIZERS)
 def test_steps_do_not_wait_for_the_gpu(name):
@@ -39,7 +28,8 @@ def test_steps_do_not_wait_for_the_gpu(name):
     settings = {"precision": FP32, "max_grad_norm": 1.0, "accumulation_steps": 2}
     optimizer = build_optimizer(model, name, 0.01, 1e-3)
     trainer = make_trainer(model, optimizer, World(device=GPU), **settings)
-    inputs, labels = (tensor.to(GPU) for tensor in batch(0))
+    inputs = torch.randn(8, 3, 8, 8, device=GPU)
+    labels = torch.randint(10, (8,), device=GPU)
     for _ in range(3):
         trainer.train_step(inputs, labels)
     torch.cuda.synchronize()
@@ -64,9 +54,8 @@ def test_an_optimizer_does_what_it_does_on_the_cpu(name):
             optimizer.found_inf = torch.tensor(float(step == 5), device=place)
             optimizer.step()
     tolerance = 1e-2 if "ngd" in name else 1e-4
-    torch.testing.assert_close(
-        weights(models["cuda"]), weights(models["cpu"]), rtol=tolerance, atol=tolerance / 10
-    )
+    found, expected = (flat(models[place].parameters()).cpu() for place in ("cuda", "cpu"))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 @needs_gpu

@@ -123,7 +123,6 @@ def test_two_ranks_resumed_and_used_without_the_folder(folders, here):
 
 
 def test_lora_trains_what_it_adds_and_is_merged(folders, here):
-    pytest.importorskip("peft")
     base = f"{BASE} --arch hf:{folders['bert']} --max_len 12 --lora 4 --keep 2"
     run("texts", base, "--out run")
     found, (_, tokens) = checkpoint.load(here / "run"), load(folders["bert"])

@@ -1,15 +1,13 @@
 """LAMB and LARS equal timm's; the norms of fp16 weights are taken in fp32."""
 
-import pytest
 import torch
+from timm import optim as timm_optim
 from torch import nn
 
 from conftest import each_of
 from optimizer_cases import Shapes, set_gradients, weights
 from optimizers.lamb import LAMB
 from optimizers.lars import LARS
-
-timm_optim = pytest.importorskip("timm.optim", reason="pip install timm")
 
 SHAPES: Shapes = [(16, 3, 3, 3), (8, 16), (5, 4, 3), (16,), (8,)]
 MATRICES = 3  # alone they are decayed and have a trust ratio
@@ -31,16 +29,12 @@ def follow(ours, theirs, one: list[nn.Parameter], other: list[nn.Parameter]) -> 
             torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-11)
 
 
-def in_float64() -> list[nn.Parameter]:
-    return weights(SHAPES, torch.float64)
-
-
 @each_of("is_fused", [None, False])  # the patch stays for the cases that follow
 @each_of("decay", [0.02, 1.0])
 def test_lamb_equals_timm(decay, is_fused, monkeypatch):
     if is_fused is False:
         monkeypatch.setattr("optimizers.adam.supports_fused_optimizers", lambda _: False)
-    one, other = in_float64(), in_float64()
+    one, other = (weights(SHAPES, torch.float64) for _ in range(2))
     settings = {"lr": 0.01, "betas": (0.8, 0.99)}
     peer = timm_optim.Lamb(groups(other, decay), **settings, max_grad_norm=None)
     follow(LAMB(groups(one, decay), **settings), peer, one, other)
@@ -49,7 +43,7 @@ def test_lamb_equals_timm(decay, is_fused, monkeypatch):
 @each_of(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @each_of("clip", [False, True])
 def test_lars_equals_timm(momentum, nesterov, clip):
-    one, other = in_float64(), in_float64()
+    one, other = (weights(SHAPES, torch.float64) for _ in range(2))
     settings = {"lr": 0.3, "momentum": momentum, "nesterov": nesterov}
     peer = timm_optim.Lars(groups(other, 0.02), **settings, trust_coeff=0.02, trust_clip=clip)
     ours = LARS(groups(one, 0.02), **settings, trust_coefficient=0.02, clip=clip)

@@ -23,11 +23,6 @@ def labels_of(count: int = 64, classes: int = 5):
     return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def drawn(kind: str, labels) -> mixup.Mix:
-    torch.manual_seed(0)
-    return mixup.sample_mix(kind, labels, alpha=1.0, height=SIZE[0], width=SIZE[1])
-
-
 @each_of("kind", ["mixup", "inter_class", "intra_class"])
 def test_samples_have_the_given_weight(kind):
     mix = mixup.sample_mix(kind, labels_of(), alpha=1.0, weight=0.8, height=1, width=1)
@@ -41,7 +36,8 @@ def test_samples_have_the_given_weight(kind):
 
 @each_of("kind", [kind for kind in mixup.KINDS if kind not in ("none", "meta")])
 def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind):
-    mix = drawn(kind, labels_of())
+    torch.manual_seed(0)
+    mix = mixup.sample_mix(kind, labels_of(), alpha=1.0, height=SIZE[0], width=SIZE[1])
     x = torch.randn(64, 3, *SIZE, dtype=torch.float64)
     weight = mix.weight[:, None, None, None] if mix.weight_map is None else mix.weight_map
     weight = weight.double().expand(64, 1, *SIZE).clone()

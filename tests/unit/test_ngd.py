@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import ngd
-from backends import torch_compat
 from conftest import each_of
 from ngd import NGD
 from ngd_oracle import Oracle
@@ -34,8 +33,6 @@ pytestmark = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # o
 # two alike, a taller one, convolutions, a kernel as large as a matrix, what is no matrix
 SHAPES: Shapes = [(40, 30), (40, 30), (20, 50), (20, 10, 3, 3), (7, 5, 1, 1), (7,), (7,), ()]
 MATRICES = 5
-NO_MUON = torch_compat.unavailable_reason("muon")
-NEEDS_MUON = pytest.mark.skipif(bool(NO_MUON), reason=f"Muon {NO_MUON}")
 
 
 def create(**settings) -> NGD:
@@ -57,7 +54,6 @@ def as_matrix(tensor: Tensor) -> Tensor:
         ),
         ([60, 80], {"rank": 5, "momentum": 0.5}),
         ([60, 80], {"nesterov": False}),
-        ([100, 150], {"momentum": 0.0, "nesterov": False}),
     ],
 )
 def test_fifty_steps_equal_the_oracle(shape, settings, dtype):
@@ -176,7 +172,6 @@ def test_batches_that_step_together_step_as_alone(monkeypatch):
     assert max(map(len, together.batches)) > 1
 
 
-@NEEDS_MUON
 def test_muon_is_torchs_with_adamw_for_the_rest():
     settings = {"momentum": 0.7, "nesterov": False, "weight_decay": 0.1, "adamw_ratio": 0.2}
     shapes = [(20, 30), (16, 8, 3, 3), (9,)]

@@ -61,25 +61,19 @@ def test_both_scripts_learn_and_leave_a_whole_run_folder(finished):
     folder = finished["images"] / "run"
     rows = ranks.metrics(folder)
     assert rows[-1]["test_accuracy"] > 0.85
-    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     config = json.loads((folder / "config.json").read_text())
     assert (config["flags"]["arch"], config["torch"]) == ("resnet20", torch.__version__)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(here, digits):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        digits(f"--seed {seed}", name)
-    ranks.same_run(here / "a", here / "b")
-    assert ranks.metrics(here / "a") != ranks.metrics(here / "c")
-
-
-def test_a_dynamic_run_whose_size_never_changes_is_the_static_run(here, digits):
+def test_a_dynamic_run_of_one_size_is_the_static_run_and_another_seed_gives_another(here, digits):
     common = "--bs 100 --precision fp32"  # 1,437 rows leave 37 over
     digits(common, "static")
     digits(f"{common} --dynamic_batch increase --batch_milestones 99", "dynamic")
     ranks.same_run(here / "static", here / "dynamic")
     rows = ranks.metrics(here / "static")
     assert [(row["samples"], row["step"]) for row in rows] == [(1437, 15), (2874, 30)]
+    digits(f"{common} --seed 1", "seed")
+    assert ranks.metrics(here / "seed") != rows
 
 
 def test_validation_rows_choose_and_the_test_set_changes_nothing(here, digits, monkeypatch):
@@ -345,21 +339,15 @@ def test_the_step_gets_the_weight_of_its_share(digits, monkeypatch):
     assert {call.args[3].weight for call in spy.call_args_list} == {0.5}
 
 
-def test_off_a_terminal_a_run_prints_its_progress(here, monkeypatch):
+def test_off_a_terminal_a_run_prints_its_progress(here, digits, monkeypatch):
     def console(log_every: str, seconds: float) -> list[str]:
         """The lines of a run on a clock that goes on with every look at it."""
         clock = itertools.count(1000.0, step=seconds).__next__
         monkeypatch.setattr(RunLog, "clock", staticmethod(clock))
-        more = f"--arch resnet8 --log_every {log_every} --out {log_every}"
-        return run("images", DIGITS, more).splitlines()
+        return digits(f"--log_every {log_every}", log_every).splitlines()
 
-    status = re.compile(
-        r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, accuracy \d+\.\d\d %, \d{1,6} samples/s, "
-        r"[\d.]+ (s|min|h|days) left"
-    )
+    status = re.compile(r"epoch \d/2, step \d+ of 23: loss \d\.\d{4}, .*left")
     often, never = console("30", seconds=1000.0), console("0", seconds=0.01)
-    progress = [line for line in often if line.startswith("epoch ") and "step" in line]
-    assert len(progress) >= 4
-    assert all(status.fullmatch(line) for line in progress), progress
+    assert len([line for line in often if status.fullmatch(line)]) >= 4
     assert not [line for line in never if status.fullmatch(line)]
     assert ranks.metrics(here / "30") == ranks.metrics(here / "0")
