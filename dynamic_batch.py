@@ -12,6 +12,7 @@ Rules follow the epoch (`Scheduled`), the training loss (`ByLoss`) or the gradie
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -133,17 +134,12 @@ class Rule(Memory):
         """
 
 
+@dataclass(eq=False)
 class Scheduled(Rule):
-    """The batch size is a function of the epoch: base x multiple(epoch).
+    """The batch size is a function of the epoch: base x multiple(epoch)."""
 
-    Args:
-        base: samples of the first batch.
-        multiple: maps an epoch to the factor; see the functions below.
-    """
-
-    def __init__(self, base: int, multiple: Callable[[int], float]) -> None:
-        self.base = base
-        self.multiple = multiple
+    base: int  # samples of the first batch
+    multiple: Callable[[int], float]  # maps an epoch to the factor; see the functions below
 
     def next_batch_size(self, epoch: int, size: int) -> float:
         return self.base * self.multiple(epoch)
@@ -261,6 +257,7 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
     return multiple
 
 
+@dataclass(eq=False)
 class ByLoss(Rule):
     """The batch size follows the training loss of the last epochs, or loss and time.
 
@@ -281,33 +278,23 @@ class ByLoss(Rule):
     Both are made of ratios, so that neither the unit of time nor the scale of the loss counts.
     Until there are enough epochs the batch is kept.
 
-    Args:
-        kind: one of `LOSS_RULES`.
-        factor: by which the batch changes.
-        threshold: of P or Q.
-        window: k, in epochs.
     """
 
     remembered = ("losses", "seconds")
 
-    def __init__(
-        self,
-        kind: str = "progress",
-        factor: float = 2.0,
-        *,
-        threshold: float = 10.0,
-        window: int = 5,
-    ) -> None:
-        if kind not in LOSS_RULES:
-            raise ValueError(f"kind={kind} must be one of {', '.join(LOSS_RULES)}")
-        if not (factor >= SMALLEST_FACTOR and threshold >= 0 and window >= 2):
+    kind: str = "progress"  # one of `LOSS_RULES`
+    factor: float = 2.0  # by which the batch changes
+    _: KW_ONLY
+    threshold: float = 10.0  # of P or Q
+    window: int = 5  # k, in epochs
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOSS_RULES:
+            raise ValueError(f"kind={self.kind} must be one of {', '.join(LOSS_RULES)}")
+        if not (self.factor >= SMALLEST_FACTOR and self.threshold >= 0 and self.window >= 2):
             raise ValueError(
                 "factor must be at least 1.25, threshold at least 0, window at least 2"
             )
-        self.kind = kind
-        self.factor = factor
-        self.threshold = threshold
-        self.window = window
         self.losses: list[float] = []  # of the last `window` epochs
         self.seconds: list[float] = []  # of the last two epochs
 
@@ -330,6 +317,7 @@ class ByLoss(Rule):
         self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
 
 
+@dataclass(eq=False)
 class ByNoise(Rule):
     """The batch size follows the gradient noise scale B_simple (arXiv:1812.06162, equation 2.9).
 
@@ -337,17 +325,17 @@ class ByNoise(Rule):
     A larger batch makes less progress than its size suggests, and a smaller one needs more steps.
     The size is B_simple, clamped to [size / factor, size x factor] of the epoch before.
 
-    Args:
-        factor: by which the batch changes at most from one epoch to the next, before it is rounded
-            to 1, 1.5, 2, 3, ... times the first one.
     """
 
     remembered = ("noise",)
 
-    def __init__(self, factor: float = 2.0) -> None:
-        if not factor >= SMALLEST_FACTOR:
-            raise ValueError(f"factor={factor} must be at least {SMALLEST_FACTOR}")
-        self.factor = factor
+    # By which the batch changes at most from one epoch to the next, before it is rounded to 1, 1.5,
+    # 2, 3, ... times the first one.
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= SMALLEST_FACTOR:
+            raise ValueError(f"factor={self.factor} must be at least {SMALLEST_FACTOR}")
         self.noise: float | None = None
 
     def next_batch_size(self, epoch: int, size: int) -> float:

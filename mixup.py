@@ -50,19 +50,14 @@ class Mix:
     """How a batch is mixed.
 
     Without `weight_map` and `box` the weight of a sample is `weight` everywhere.
-
-    Attributes:
-        partner: (batch,) the row with which each sample is mixed.
-        weight: (batch,) lambda, the weight of the sample's own label.
-        weight_map: (batch, 1, height, width) weight of the sample's own pixels; its mean over space
-            is `weight`.
-        box: (top, bottom, left, right) of the pixels that come from the partner alone, the same in
-            all samples; its share of the image is 1 - `weight`.
     """
 
-    partner: Tensor
-    weight: Tensor
+    partner: Tensor  # (batch,) the row with which each sample is mixed
+    weight: Tensor  # (batch,) lambda, the weight of the sample's own label
+    # (batch, 1, height, width) weight of the sample's own pixels; its mean over space is `weight`.
     weight_map: Tensor | None = None
+    # (top, bottom, left, right) of the pixels that come from the partner alone, the same in all
+    # samples; its share of the image is 1 - `weight`.
     box: tuple[int, int, int, int] | None = None
 
 

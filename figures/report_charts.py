@@ -26,18 +26,12 @@ SQUASHED = 10.0  # highest loss over lowest above which the axis is logarithmic
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart.
+    """A line of a chart."""
 
-    Attributes:
-        label: its name in the legend.
-        x, y: its points; where y is nan, the line has a gap.
-        number: chooses its colour and its kind.
-    """
-
-    label: str
-    x: Sequence[float]
+    label: str  # its name in the legend
+    x: Sequence[float]  # of this and the next: its points; where y is nan, the line has a gap
     y: Sequence[float]
-    number: int
+    number: int  # chooses its colour and its kind
 
     @property
     def style(self) -> tuple[str, str]:

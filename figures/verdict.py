@@ -68,17 +68,11 @@ def errors_needed(seeds: int) -> float:
 
 @dataclass(frozen=True)
 class Contender:
-    """What an arm of a race has reached.
+    """What an arm of a race has reached."""
 
-    Attributes:
-        name: of the arm.
-        trials: the last row of each trial of its search by rate; {} where training diverged.
-        runs: at the best rate in full, one for each seed.
-    """
-
-    name: str
-    trials: Mapping[float, Row]
-    runs: Sequence[ReportedRun]
+    name: str  # of the arm
+    trials: Mapping[float, Row]  # the last row of each trial by rate; {} where training diverged
+    runs: Sequence[ReportedRun]  # at the best rate in full, one for each seed
 
     @property
     def differ_in(self) -> str:

@@ -29,39 +29,29 @@ SHARES, RATIOS = [0.08, 1.0], [3 / 4, 4 / 3]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random changes of training images, and smaller images in the first epochs.
+    """Random changes of training images, and smaller images in the first epochs."""
 
-    Attributes:
-        pad: pixels added to each side of an image, out of which its own size is cropped.
-        fill: what those are, 'black' or the image's own, reflected at its edges ('reflect').
-        flip: whether to mirror each image horizontally with probability 1/2.
-        alternate: mirror a random half of the images in even epochs and the other half in odd ones,
-            so that two epochs show each image both ways (arXiv:2404.00498, section 3.6).
-        resized: cut a part of random size and shape out of each image, and scale it
-            (arXiv:1409.4842).
-        policy: a name of `POLICIES`: TrivialAugment (arXiv:2103.10158), RandAugment
-            (arXiv:1909.13719) or AutoAugment (arXiv:1805.09501); '' is none.
-        learned_on: of AutoAugment's policies, that for 'cifar10', 'imagenet' or 'svhn'.
-        jitter: brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter.
-        erasing: probability that a rectangle gets the mean colour (arXiv:1708.04896).
-        small_epochs: number of first epochs, in which images are scaled down.
-        small_size: side of these images in the first stage, in pixels.
-        small_stages: number of stages of these epochs. From stage to stage the side grows evenly;
-            after the last stage images have their own size. Where there are more stages than
-            epochs, some stages are left out.
-    """
-
-    pad: int
-    flip: bool
+    pad: int  # pixels added to each side of an image, out of which its own size is cropped
+    flip: bool  # whether to mirror each image horizontally with probability 1/2
+    # What `pad` adds, 'black' or the image's own, reflected at its edges ('reflect').
     fill: str = "black"
+    # Mirror a random half of the images in even epochs and the other half in odd ones, so that two
+    # epochs show each image both ways (arXiv:2404.00498, section 3.6).
     alternate: bool = False
+    # Cut a part of random size and shape out of each image, and scale it (arXiv:1409.4842).
     resized: bool = False
+    # A name of `POLICIES`: TrivialAugment (arXiv:2103.10158), RandAugment (arXiv:1909.13719) or
+    # AutoAugment (arXiv:1805.09501); '' is none.
     policy: str = ""
-    learned_on: str = "cifar10"
+    learned_on: str = "cifar10"  # of AutoAugment's policies: 'cifar10', 'imagenet' or 'svhn'
+    # Brightness, contrast and saturation are multiplied by 1 - jitter to 1 + jitter.
     jitter: float = 0.0
+    # Probability that a rectangle gets the mean colour (arXiv:1708.04896).
     erasing: float = 0.0
-    small_epochs: int = 0
-    small_size: int = 24
+    small_epochs: int = 0  # number of first epochs, in which images are scaled down
+    small_size: int = 24  # side of these images in the first stage, in pixels
+    # Number of stages of these epochs. From stage to stage the side grows evenly; after the last
+    # stage images have their own size. Where there are more stages than epochs, some are left out.
     small_stages: int = 1
 
     def __post_init__(self) -> None:
@@ -165,20 +155,13 @@ def draw_crops(
 
 @dataclass(frozen=True)
 class RowChanges:
-    """The random changes of training images in an epoch, for the workers that read them.
+    """The random changes of training images in an epoch, for the workers that read them."""
 
-    Attributes:
-        augmentation: which changes.
-        num_rows: of the training set.
-        seed, epoch: on which random numbers depend, beside the row.
-        erased: colour of an erased rectangle, (channels,) in 0..255.
-    """
-
-    augmentation: Augmentation
-    num_rows: int
-    seed: int
+    augmentation: Augmentation  # which changes
+    num_rows: int  # of the training set
+    seed: int  # of this and the next: on which random numbers depend, beside the row
     epoch: int
-    erased: Sequence[int]
+    erased: Sequence[int]  # colour of an erased rectangle, (channels,) in 0..255
 
     def read(self, row: int, read_image: Callable[..., Image.Image]) -> Image.Image:
         """Read and change the image of a row; torch's own generator stays as it was.

@@ -68,21 +68,14 @@ QUOTES = f"{string.whitespace}\"'"  # around a name, which files without quoting
 
 @dataclass(frozen=True)
 class CsvTable:
-    """A file, and which of its columns are read as what.
-
-    Attributes:
-        header: the names of the columns; empty where the file has no header row.
-        label, texts: positions of the label and of the texts in a row, from 0 on.
-        read: begins to read the rows, the header among them.
-        separator: as of `ColumnChoice`.
-    """
+    """A file, and which of its columns are read as what."""
 
     path: Path
-    header: list[str]
-    label: int
+    header: list[str]  # the names of the columns; empty where the file has no header row
+    label: int  # of this and the next: positions in a row, from 0 on
     texts: tuple[int, ...]
-    read: Callable[[], Rows]
-    separator: str | None = None
+    read: Callable[[], Rows]  # begins to read the rows, the header among them
+    separator: str | None = None  # as of `ColumnChoice`
 
     def rows(self, *, to_classify: bool = False) -> Rows:
         """Yield the number in the file, from 1 on, and the columns of each row of data.

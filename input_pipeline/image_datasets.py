@@ -71,29 +71,20 @@ RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 @dataclass
 class ImageSplit:
-    """The training or the test split: labels, and either the pixels or the files that hold them.
+    """The training or the test split: labels, and either the pixels or the files that hold them."""
 
-    Attributes:
-        labels: (rows,) int64 class numbers; or (rows, classes) uint8, 1 for each label of a row,
-            where it may have several or none.
-        pixels: (rows, height, width, channels) uint8, or None.
-        files: (rows,) paths as bytes, all of the same width, or None.
-        size: pixels a side.
-        channels: 3 for colour, 1 for grey.
-        interpolation: by which images are scaled: 'bilinear' or 'bicubic', both antialiased.
-        notes: what a user should know of how it was read, a line each.
-        groups: of each row what it belongs to, as of `TextSplit`.
-    """
-
+    # (rows,) int64 class numbers; or (rows, classes) uint8, 1 for each label of a row, where it may
+    # have several or none.
     labels: Tensor
-    pixels: Tensor | None = None
+    pixels: Tensor | None = None  # (rows, height, width, channels) uint8
     _: KW_ONLY
-    files: np.ndarray | None = None
-    size: int = 0
-    channels: int = 3
+    files: np.ndarray | None = None  # (rows,) paths as bytes, all of the same width
+    size: int = 0  # pixels a side
+    channels: int = 3  # 3 for colour, 1 for grey
+    # By which images are scaled: 'bilinear' or 'bicubic', both antialiased.
     interpolation: str = "bilinear"
-    notes: tuple[str, ...] = ()
-    groups: Callable[[], Sequence[str]] = tuple
+    notes: tuple[str, ...] = ()  # what a user should know of how it was read, a line each
+    groups: Callable[[], Sequence[str]] = tuple  # of each row what it belongs to, as of `TextSplit`
 
     def __len__(self) -> int:
         return len(self.labels)

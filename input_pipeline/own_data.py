@@ -42,13 +42,10 @@ ones."""
 
 @dataclass
 class LeftOut:
-    """Counts the files and folders that a reader does not use.
-
-    Attributes:
-        paths: how many are left out for each reason, and the first of them.
-    """
+    """Counts the files and folders that a reader does not use."""
 
     root: Path
+    # How many are left out for each reason, and the first of them.
     paths: dict[str, tuple[int, Path]] = field(default_factory=dict)
 
     def add(self, reason: str, path: Path) -> None:

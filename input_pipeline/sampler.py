@@ -29,23 +29,17 @@ class Sampler:
     With `lengths`, the shuffled rows are cut into groups of 128 batches, the rows of each group are
     sorted by length, and the resulting batches are shuffled: batches hold rows of similar length,
     which need little padding, while their order stays random.
-
-    Args:
-        rows: number of samples in the training set.
-        seed: seed of the order; the epoch number is mixed in.
-        lengths: (rows,) number of tokens of each sample; None where all are equally long.
-        labels: (rows,) class numbers, to draw each class equally often (see `balanced_order`); None
-            where each row comes once.
-        held_out: (n,) rows that come in no epoch before the one of number `until`; None is none.
     """
 
-    rows: int
-    seed: int
+    rows: int  # number of samples in the training set
+    seed: int  # of the order; the epoch number is mixed in
     _: KW_ONLY
-    lengths: Tensor | None = None
+    lengths: Tensor | None = None  # (rows,) tokens of each sample; None where all are equally long
+    # (rows,) class numbers, to draw each class equally often (see `balanced_order`); None where
+    # each row comes once.
     labels: Tensor | None = None
-    held_out: Tensor | None = None
-    until: int = 0
+    held_out: Tensor | None = None  # (n,) rows that come in no epoch before `until`; None is none
+    until: int = 0  # number of an epoch
 
     def __len__(self) -> int:
         return self.rows

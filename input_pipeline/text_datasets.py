@@ -69,22 +69,18 @@ ENTITY_WITHOUT_AMPERSAND = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|
 
 @dataclass
 class TextSplit:
-    """The rows of one split.
+    """The rows of one split."""
 
-    Attributes:
-        labels: the class number of each row; or (rows, classes) uint8, 1 for each label of a row,
-            where it may have several or none.
-        texts: the cleaned text of each row.
-        notes: what a user should know of how the file was read, a line each.
-        columns: names of its columns, where the file has a header.
-        groups: of each row what it belongs to, if such a column is chosen: rows of one group are
-            trained on together, or held out together.
-    """
-
+    # The class number of each row; or (rows, classes) uint8, 1 for each label of a row, where it
+    # may have several or none.
     labels: Sequence[int] | Tensor
-    texts: StoredTexts
+    texts: StoredTexts  # the cleaned text of each row
+    # What a user should know of how the file was read, a line each.
     notes: tuple[str, ...] = field(default=(), compare=False)
+    # Names of its columns, where the file has a header.
     columns: ColumnChoice = field(default=NO_CHOICE, compare=False)
+    # Of each row what it belongs to, if such a column is chosen: rows of one group are trained on
+    # together, or held out together.
     groups: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
 
     def __len__(self) -> int:

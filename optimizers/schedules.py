@@ -43,41 +43,33 @@ ONECYCLE_END = 1e-4  # last rate / first rate
 class Schedule:
     """The learning rate as a multiple of the base rate, after t epochs.
 
-    t is fractional; floor(t) counts whole epochs, and s = (t - warmup) / (epochs - warmup).
+    t is fractional; floor(t) counts whole epochs, and s = (t - warmup) / (epochs - warmup). The
+    multiple by name:
 
-    Attributes:
-        name: one of `SCHEDULES`:
-            constant     1
-            step         gamma ** floor(t / step_size)
-            multistep    gamma ** (number of milestones <= t)
-            exponential  gamma ** floor(t)
-            inverse      1 / (1 + gamma floor(t))
-            polynomial   end + (1 - end) (1 - s) ** power
-            cosine       end + (1 - end) (1 + cos(pi s)) / 2 (arXiv:1608.03983)
-            onecycle     from peak/25 up to peak over 30 % of the run, then down to peak/250,000,
-                         along cosines (arXiv:1708.07120)
-            cyclic       a triangle between 1 and peak, step_size epochs up and as many down
-                         (arXiv:1506.01186)
-        epochs: length of the run.
-        warmup: epochs of a linear rise from 0 that multiplies the above.
-        gamma: factor of step, multistep, exponential and inverse.
-        step_size: epochs, of step and cyclic; None is 60 % of the run, of cyclic half of it.
-        milestones: epochs, of multistep; None is 60 % and 80 % of the run.
-        power: exponent of polynomial.
-        end: last multiple of polynomial and cosine.
-        peak: largest multiple of onecycle and cyclic.
+        constant     1
+        step         gamma ** floor(t / step_size)
+        multistep    gamma ** (number of milestones <= t)
+        exponential  gamma ** floor(t)
+        inverse      1 / (1 + gamma floor(t))
+        polynomial   end + (1 - end) (1 - s) ** power
+        cosine       end + (1 - end) (1 + cos(pi s)) / 2 (arXiv:1608.03983)
+        onecycle     from peak/25 up to peak over 30 % of the run, then down to peak/250,000,
+                     along cosines (arXiv:1708.07120)
+        cyclic       a triangle between 1 and peak, step_size epochs up and as many down
+                     (arXiv:1506.01186)
     """
 
-    name: str
-    epochs: float
+    name: str  # one of `SCHEDULES`
+    epochs: float  # length of the run
     _: KW_ONLY
-    warmup: float = 0.0
-    gamma: float = 0.1
+    warmup: float = 0.0  # epochs of a linear rise from 0 that multiplies the above
+    gamma: float = 0.1  # factor of step, multistep, exponential and inverse
+    # Epochs, of step and cyclic; None is 60 % of the run, of cyclic half of it.
     step_size: float | None = None
-    milestones: Sequence[float] | None = None
-    power: float = 1.0
-    end: float = 0.0
-    peak: float = 5.0
+    milestones: Sequence[float] | None = None  # epochs, of multistep; None is 60 % and 80 %
+    power: float = 1.0  # exponent of polynomial
+    end: float = 0.0  # last multiple of polynomial and cosine
+    peak: float = 5.0  # largest multiple of onecycle and cyclic
 
     def __post_init__(self) -> None:
         for problem, is_wrong in (
