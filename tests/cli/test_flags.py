@@ -13,7 +13,6 @@ from errors import InputError
 from figures.run_logs import ROOT
 
 SPELLINGS = [  # some of those of timm and of Hugging Face's Trainer, and the same in our names
-    ("--gradient_accumulation_steps 2", "--accumulate 2"),
     ("-c fast94", "--recipe fast94"),
     ("--torch_compile", "--backend compile"),
     ("--no-noise-scale", "--no-noise_scale"),
@@ -34,7 +33,6 @@ def test_other_spellings_mean_the_same():
             assert given, script
 
     for_each(SPELLINGS, check)
-    assert parse("--model resnet20") == parse("--arch resnet20")
 
 
 def test_a_foreign_name_without_a_counterpart_says_what_there_is():
@@ -70,27 +68,24 @@ def test_yes_and_no_of_a_recipe_mean_what_they_say(tmp_path):
     for text, own in (
         ("model: resnet20\nlearning-rate: 0.3", "--arch resnet20 --lr 0.3"),
         ("torch_compile: yes\nmilestones: [3, 4]", "--backend compile --milestones 3 4"),
-        ("ngd: yes", "--ngd"),
         ("grad_checkpointing: false", "--no-checkpoint_activations"),
         ("resident: no", "--resident no"),
         ("no-nesterov: true", "--no-nesterov"),
         ("compress_warmup: []", "--compress_warmup"),
         ("class_weights: {a: 3}", '--class_weights {"a":"3"}'),
-        ("class_weights: none", "--class_weights none"),
     ):
         recipe.write_text(text)
         flags = options.recipe_arguments(str(recipe), parser("images"))
         assert parser("images").given(flags) == parse(own), text
 
 
-def test_recipes_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_recipes_are_found_by_name_from_any_folder(here):
     for name in ("fast94", "fast94.yaml", str(options.RECIPES / "fast94.yaml")):
         args = parsed("images", "--recipe", name)
         assert (args.lr_schedule, args.recipe) == ("polynomial", name)
-    (tmp_path / "fast94").mkdir()  # a folder cannot be meant
+    (here / "fast94").mkdir()  # a folder cannot be meant
     assert options.recipe_path("fast94") == options.RECIPES / "fast94.yaml"
-    (tmp_path / "best").write_text("lr: 0.7\n")  # a file wins over a recipe of that name
+    (here / "best").write_text("lr: 0.7\n")  # a file wins over a recipe of that name
     assert options.recipe_arguments("best", parser("images")) == ["--lr", "0.7"]
 
 
@@ -104,8 +99,7 @@ def test_help_shows_the_common_flags_or_all(script, words, capsys):
         assert (f"\n  {flag.name}" in shown) == (flag.common or len(words) > 1), flag.name
 
 
-UNUSED = [  # a flag, what gives it an effect ('' is nothing), and what it is to say without
-    ("--no-nesterov --optimizer lamb", "--optimizer sgd", ""),
+UNUSED = [  # a flag, what gives it an effect, and what it is to say without
     ("--nesterov --optimizer lamb", "--optimizer sgd", "--optimizer sgd, ngd, "),
     ("--local_steps 20", "--sync local", "--optimizer slamb or --sync local or diloco"),
 ]
@@ -119,13 +113,10 @@ def unused(*words: str) -> list[str]:
 
 @each_of(("flags", "remedy", "message"), UNUSED)
 def test_a_flag_without_effect_is_named(flags, remedy, message):
-    name = flags.split()[0].partition("=")[0]
-    lines = unused(*flags.split())
-    if message:
-        start = f"{name} has no effect here: it is for {message}"
-        assert sum(line.startswith(start) for line in lines) == 1, lines
-    if remedy:
-        assert not any(name in line for line in unused(*flags.split(), *remedy.split()))
+    name, lines = flags.split()[0], unused(*flags.split())
+    start = f"{name} has no effect here: it is for {message}"
+    assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert not any(name in line for line in unused(*flags.split(), *remedy.split()))
 
 
 @each_of("script", SCRIPTS)
@@ -189,9 +180,8 @@ def test_a_bare_command_is_what_was_logged_and_its_smaller_images_fit_any_length
     with open(ROOT / "figures/logs/resnet50_cifar10.jsonl", encoding="utf-8") as log:
         logged = json.loads(log.readline())["flags"]
     bare = vars(parsed("images"))
-    same = ["epochs", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup"]
+    same = "epochs optimizer lr momentum weight_decay lr_schedule warmup label_smoothing".split()
     assert [bare[name] for name in same] == [logged[name] for name in same]
-    assert bare["label_smoothing"] == logged["label_smoothing"]
 
     def sizes(flags: str) -> list[int]:
         settings = parsed("images", flags)
@@ -207,9 +197,6 @@ def test_a_bare_command_is_what_was_logged_and_its_smaller_images_fit_any_length
         [16, 24, 32, 32],
     ]
     assert sizes("--arch resnet20 --epochs 2") == [32, 32]
-    assert parsed("images", "--optimizer sgd").lr == 0.1
-    tuned = parsed("images", "--weights DEFAULT")
-    assert (tuned.epochs, tuned.label_smoothing, tuned.augment_args["fill"]) == (5, 0.0, "black")
     margins = [bare["augment_args"][name] for name in ("fill", "alternate")]
     assert margins == [logged["crop_fill"], logged["alternate_flip"]]
     assert [parsed("images", flag).base_bs for flag in ("", "--optimizer sgd")] == [256, 128]

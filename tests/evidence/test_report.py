@@ -185,11 +185,9 @@ def test_a_damaged_run_folder_or_a_wrong_command_is_one_line(here, capsys):
         ("run", "metrics.jsonl is empty: the run has not finished an epoch", log, ""),
         ("run", f"metrics.jsonl, line 2: {not_whole}", log, f"{LINE}\n{LINE[:40]}"),
         ("run", "config.json: holds no JSON object", "config.json", "[]"),
-        ("run", "confusion.json: holds no JSON object", "confusion.json", '{"epoch"'),
         ("run nowhere", "nowhere is no folder; give run folders"),
         ("run --out report.txt", "--out report.txt: the name must end in .html"),
         ("run --out run/metrics.jsonl/a.html", "cannot be written"),
-        ("", "the following arguments are required"),
     ]
     for_each(cases, check)
 
@@ -239,6 +237,5 @@ def test_a_run_writes_what_a_report_shows(runs):
         page, row = render(folder), ranks.metrics(folder)[-1]
         assert f" {100 * row['test_macro_f1']:.2f} {counts.sum()} Rows are" in text_of(page)
         assert ("test_top5_accuracy" in row) == (len(counts) > 5)
-        assert "Classes" in titles(page)
         assert "precision fp32" in text_of(page)
         assert re.search(r'row">--dataset</th><td>\w+</td>', page)

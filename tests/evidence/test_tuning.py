@@ -101,11 +101,9 @@ def test_a_space_is_read_and_sampled(tmp_path):
 def test_a_wrong_space_or_flag_is_one_line(run_sweep, tmp_path, monkeypatch):
     cases = [
         ("", "", "expected lines such as"),
-        ("lr: [", "", "not YAML"),
         ("lr: {type: float, low: 0.1}", "", "lr: FloatDistribution"),
         ("bs: {type: float, low: 16, high: 64.5}", "", "must be a whole number"),
         (categorical("lr", 0.1, "abc"), "", "--lr: must be a number, got 'abc'"),
-        (categorical("leraning_rate", 1), "", "did you mean --learning_rate?"),
         (categorical("opt_args.rnak", 8), "", "did you mean rank?"),
         (categorical("optimizer", "sgd", "adamw") + categorical("opt_args.rank", 8), "", "rank"),
         (categorical("out", "x"), "", "the search sets this flag"),
@@ -153,11 +151,8 @@ def test_a_failure_among_the_last_of_several_jobs_ends_the_sweep(tmp_path, run_s
         return 0.5
 
     with mock.patch.object(trials.TrialRunner, "__call__", fail):
-        assert run_sweep(None, "--trials", "2", "--jobs", "2") == (
-            2,
-            mock.ANY,
-            "error: no memory\n",
-        )
+        code, _, error = run_sweep(None, "--trials", "2", "--jobs", "2")
+    assert (code, error) == (2, "error: no memory\n")
 
 
 def test_what_trials_have_in_common_names_the_folder_of_own_data():
@@ -229,12 +224,9 @@ def test_hopeless_trials_are_pruned_and_failures_recorded(run_sweep, tmp_path, m
     assert len(list((tmp_path / "sweep").glob("*.png"))) == 4
     assert "is ahead of defaults" in out
     assert yaml.safe_load((tmp_path / "sweep" / "recipe.yaml").read_text())["lr"] == 0.05
-    for text, words, message in (
-        (categorical("lr", 0.05), [], "the space's lr"),
-        (searched, ["--subset", "0.3"], "--subset"),
-    ):
-        code, _, error = run_sweep(text, *grid, *words)
-        assert (code, error.count("\n"), message in error) == (2, 1, True), error
+    code, _, error = run_sweep(categorical("lr", 0.05), *grid, "--subset", "0.3")
+    assert (code, error.count("\n")) == (2, 1), error
+    assert "trials with another --subset, the space's lr;" in error
     with (tmp_path / "sweep" / "study.log").open("a") as log:
         log.write('{"op_code": 5, "wor')  # as where the machine lost its power
     assert "3 finished, 0 resumed" in run_sweep(searched, *grid)[1]
@@ -257,8 +249,7 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
 
 def test_a_sweep_without_a_complete_trial_makes_no_recipe(run_sweep, tmp_path):
     grid = ["--sampler", "grid", "--epochs", "1", *DIGITS]
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep" / "recipe.yaml").write_text("lr: 0.1")  # which may be its own --recipe
+    conftest.write(tmp_path / "sweep", recipe__yaml="lr: 0.1")  # which may be its own --recipe
     assert "holds a recipe.yaml" in run_sweep(categorical("lr", 1e30), *grid)[2]
     (tmp_path / "sweep" / "recipe.yaml").unlink()
     code, _, error = run_sweep(categorical("lr", 1e30), *grid)
@@ -280,20 +271,19 @@ def written(words: list[str], params: dict, folder: Path, nproc: int = 1):
     return config
 
 
-def test_the_printed_command_trains_on_the_same_data(tmp_path, monkeypatch, capsys):
+def test_the_printed_command_trains_on_the_same_data(here, capsys):
     """A recipe has no folder of data; rows are held out where the data is a training set alone."""
-    monkeypatch.chdir(tmp_path)
-    data = tmp_path / "my texts; $HOME"
+    data = here / "my texts; $HOME"
     texts = "label,text\n" + "spam,a prize\nham,at noon\n" * 8
     for split in ("train", "test"):  # what is there by then
         conftest.write(data, **{f"{split}__csv": texts})
         flags = "transformer_test.py --dataset csv --width 8 --heads 2 --bs 4 --epochs 1".split()
         flags += ["--weights", "run-train"] if split == "test" else []
-        config = written([*flags, "--data_dir", data.name], {}, tmp_path)
+        config = written([*flags, "--data_dir", data.name], {}, here)
         _, name, *arguments = shlex.split(results.training_command(config))
         assert Path(name) == ROOT / "transformer_test.py"
         assert ("--val_fraction" in arguments) == (split == "train")
-        assert (str(tmp_path / "run-train") in arguments) == (split == "test")
+        assert (str(here / "run-train") in arguments) == (split == "test")
         arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
         assert conftest.call("texts", arguments) == 0, capsys.readouterr().err
 
@@ -349,13 +339,16 @@ def test_arms_whose_rows_have_several_labels_are_compared_by_map():
     arms = []
     for name, accuracy, precision in (("a", 0.1, 0.9), ("b", 0.3, 0.5)):
         row = {"test_accuracy": accuracy, "test_map": precision, "train_seconds": 1.0}
-        run = ReportedRun(name, [row], {}, {}, None, {"rows": 200} if name == "b" else {})
+        result = {"rows": 200} if name == "b" else {}
+        run = ReportedRun(name, [row], {"commit": name}, {}, None, result)
         tried = {rate: {"val_accuracy": rate, "val_map": 1 - rate} for rate in (0.1, 0.3)}
         arms.append(Contender(name, tried, [run, run]))
     assert (arms[0].rate, arms[0].measure, arms[0].accuracies) == (0.1, "mAP", [90, 90])
     found = arms[1].difference(arms[0])
     assert (found.verdict, found.error) == ("behind", 0.5 / math.sqrt(2)), "that of a row of 200"
-    assert not any("one test row" in line for line in verdict.limits(arms)), "it is not known"
+    limits = " ".join(verdict.limits(arms))
+    assert "one test row" not in limits, "it is not known"
+    assert "Runs are not of one commit: a and b;" in limits
 
 
 def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsewhere():
@@ -368,20 +361,15 @@ def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsew
 
 
 def test_a_wrong_race_is_one_line(run_sweep, here):
-    for name, epochs in (("a", 1), ("b", 2)):
-        (here / f"{name}.yaml").write_text(f"epochs: {epochs}\n")
-    (here / "held.yaml").write_text("val_fraction: 0.1\n")
-    (here / "val.csv").touch()
+    conftest.write(here, a__yaml="epochs: 1\n", b__yaml="epochs: 2\n", val__csv="")
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
         ("--vary lerning_rate=1,2", "did you mean --learning_rate?"),
-        ("--vary mixup=none,mixupp", "did you mean mixup?"),
         ("--vary lr=1,2", "searches the rate"),
         ("--vary ngd=true,false", "stands for --optimizer ngd; write --vary optimizer="),
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
-        ("--vary recipe=a.yaml,held.yaml", "--val_fraction: the search sets this flag"),
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
         ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
@@ -406,8 +394,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
 def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_path, monkeypatch):
     """And a copy of the first arm, equal bit for bit, is not ahead; too little time is refused."""
     monkeypatch.setattr(race, "TRIALS", (3,))
-    (tmp_path / "a.yaml").write_text("momentum: 0.8\n")
-    (tmp_path / "b.yaml").write_text("label_noise: 0.9\n")
+    conftest.write(tmp_path, a__yaml="momentum: 0.8\n", b__yaml="label_noise: 0.9\n")
     words = ["resnet50_test.py", "--vary", "recipe=a.yaml,a.yaml,b.yaml", *DIGITS, "--epochs", "3"]
     words += ["--optimizer", "sgd", "--seeds", "2", "--jobs", "2"]
     run = functools.partial(run_sweep, None, *words, main=compare.main)
@@ -438,21 +425,14 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
     assert not [*trial.glob("*/*.pt")], "the weights of a search are left behind"
     for name in ("verdict.png", "report.html", "recipe.yaml"):
         assert (tmp_path / "sweep" / name).stat().st_size
-    (command,) = (line for line in out.splitlines() if "--recipe" in line)
-    conftest.parsed("images", *shlex.split(command)[2:])
     first_row, *_, last_row = ranks.metrics(full / "0000")
     assert "val_accuracy" not in last_row
     assert first_row["test_accuracy"] is None, "the test set is looked at once"
     assert "are not of one" not in out
-    for name in ("0000", "0001"):
-        config = full / name / "config.json"
-        config.write_text(config.read_text().replace('"commit":', f'"commit": "{name}", "was":'))
     code, out, error = run("--seeds", "3")  # which are added
     assert code == 0, error
     assert [path.stat().st_mtime for path in trial.glob("*/console.log")] == before
     assert len([*full.iterdir()]) == 9
-    assert "Student's t for 3 seeds" in out
-    assert "Runs are not of one commit: 0000 and 0001" in out
 
 
 @pytest.mark.process
@@ -469,7 +449,6 @@ def test_a_race_in_folds_compares_runs_of_the_same_fold(run_sweep, tmp_path, mon
         found.add((flags["label_noise"], flags["seed"], flags["fold"]))
         assert "test_accuracy" not in ranks.metrics(folder)[-1]
     assert found == {(noise, n, f"{n + 1}/3") for noise in (0, 0.9) for n in range(3)}
-    assert "| accuracy on folds |" in out
     assert "Student's t for 3 folds" in out
     code, _, error = run_sweep(None, *words, "--folds", "4", main=compare.main)
     assert (code, "another --folds" in error) == (2, True)

@@ -37,8 +37,7 @@ def test_evaluating_less_often_changes_no_weight(here):
 
 @pytest.mark.process
 def test_a_run_without_an_evaluation_by_now_can_be_resumed_and_reported(here, monkeypatch):
-    whole = run("images", FLAGS, "--eval_every 9 --out whole")
-    assert "(the only epoch that was evaluated)" in whole
+    run("images", FLAGS, "--eval_every 9 --out whole")
 
     def stop_after_the_second(log, rows):
         original(log, rows)
