@@ -100,7 +100,7 @@ if __name__ == "__main__":
     assert sum(1 for line in open(f"runs/{{run}}/metrics.jsonl")) == 2
     os.mkdir("both")
     with open("both/train.csv", "w") as file:
-        file.write("image,text,label\na.png,x,1\n")
+        file.write("image,text,label\\na.png,x,1\\n")
     for folder, more, said in (
         ("txts", {{"label_column": "label"}}, "txts: there is no such folder"),
         ("both", {{}}, "has the columns image and text"),

@@ -100,8 +100,7 @@ def sums_and_votes(world):
     state = trainer.parts.state_dict()  # in mid-epoch, for a single process to go on from
     if world.is_main and world.size > 1:
         alone = trainer_of(nn.BatchNorm1d(2), World(), average_decay=0.5)
-        alone.parallel.module.register_buffer("constant", torch.tensor(0.0))
-        alone.average.model.register_buffer("constant", torch.tensor(0.0))
+        alone.parallel.model.register_buffer("constant", torch.tensor(0.0))
         alone.parts.load_state_dict(state)
         for norm in (alone.parallel.model, alone.average.model):
             assert norm.running_mean.tolist() == 2 * [(world.size - 1) / 2]
