@@ -61,6 +61,7 @@ def test_a_run_reports_what_scikit_learn_measures(trained):
     }
     assert {name: row[f"test_{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert row["test_map"] > 0.8
+    assert json.loads((folder / "run" / "result.json").read_text())["rows"] == len(texts)
     auroc = metrics.roc_auc_score(targets, found, average="macro")
     gaps = np.bincount((15 * found).astype(int).ravel(), (targets - found).ravel())
     figures = f"average precision {precisions.mean():.2%}, calibration error "
