@@ -1,4 +1,4 @@
-"""Mixup, its variants, and meta-mixup, which learns how much to mix.
+"""Mixup, its variants, and meta-mixup, which learns whether labels are wrong.
 
 Mixing. Every sample of a batch is mixed with a partner from the same batch, and so are their
 labels (arXiv:1710.09412). lambda is the weight of the unpermuted sample, everywhere:
@@ -13,8 +13,8 @@ Hidden representations are mixed in the same way: `blend` takes any (batch, ...)
 functions are pure, never wait for the device, and take their randomness from `generator` (None is
 torch's default one).
 
-Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong. Where they are, samples
-whose label the network doubts give way to their partners.
+Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong, and mixes only where they
+are: samples whose label the network doubts give way to their partners.
 
     meta = MetaMixup(len(training_set))
     meta.rows = rows                             # of the batch, before each step
@@ -441,16 +441,15 @@ class MetaMixup:
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
     is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
-    Partners are sampled as by `mixup`. Until labels are known to be wrong, lambda is that of
-    Beta(0.2, 0.2) for each sample, or of alpha if that is less. From then on
-    lambda0 ~ Beta(alpha, alpha), and
+    Until labels are known to be wrong, nothing is mixed: lambda is 1. From then on partners are
+    sampled as by `mixup`, lambda0 ~ Beta(alpha, alpha) for each sample, and
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
     where D is the excess of the partner in the epoch before (see `RowLosses`) minus that of the
     sample, of unit standard deviation in the batch, and s is the standard deviation of
-    logit lambda0. So lambda is distributed about as before: the slope k decides who gets the larger
-    share, and not how much is mixed. It is four times the share of wrong labels, at most 2.
+    logit lambda0. So lambda is distributed about as lambda0: the slope k decides who gets the
+    larger share, and not how much is mixed. It is four times the share of wrong labels, at most 2.
     Weighting samples by their losses is that of arXiv:1902.07379 and arXiv:1904.11238.
 
     Args:
@@ -461,14 +460,15 @@ class MetaMixup:
     Attributes:
         shares: of wrong labels and of errors, as `wrong_labels` returns them, measured after each
             epoch and averaged with those before, half and half; None before the first one.
-        wrong: the share of wrong labels; 0 where it may be less than `LEAST_WRONG`, or where the
-            network has not learned enough to know: because most confident predictions are errors,
-            or because confident ones are much better than others, as while a hard task is learned.
+        wrong: the share of wrong labels, at most `MOST_WRONG`; 0 where it may be less than
+            `LEAST_WRONG`, where confident predictions are much better than others, as while a hard
+            task is learned, and at first as long as most confident predictions are errors, or fewer
+            than an epoch ago: what falls from epoch to epoch are errors of the network.
     """
 
-    MILD_ALPHA = 0.2
     LEAST_WRONG, MOST_WRONG = 0.15, 0.5
     LEAST_RATIO = 0.6  # of errors among confident predictions to those among all
+    SETTLED = 0.9  # share of the errors among confident predictions that is left after an epoch
     SLOPE = 4.0  # for each wrong label
     LARGEST_SLOPE = 2.0
 
@@ -494,10 +494,12 @@ class MetaMixup:
         """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
         count, device = len(labels), labels.device
+        if not self.wrong:
+            own = torch.arange(count, device=device)
+            return Mix(own, torch.ones(1, device=device).expand(count))
         partner = torch.randperm(count, device=device)
-        alpha = self.alpha if self.wrong else min(self.alpha, self.MILD_ALPHA)
-        logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
-        if self.wrong and len(self.mixed_rows) == count > 1:
+        logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
+        if len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]
             difference = excess[partner] - excess
             difference = difference / difference.std().clamp(min=1e-6)
@@ -513,13 +515,14 @@ class MetaMixup:
         """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""
         share, number, errors = wrong_labels(predicted, confidence, labels)
         before = self.shares or (share, errors)
+        has_settled = self.shares is not None and share >= self.SETTLED * before[0]
         share, errors = self.shares = (before[0] + share) / 2, (before[1] + errors) / 2
         is_known = (
             least_share(share, number) >= self.LEAST_WRONG
-            and share <= self.MOST_WRONG
             and share >= self.LEAST_RATIO * errors
+            and (self.wrong > 0 or (has_settled and share <= self.MOST_WRONG))
         )
-        self.wrong = share if is_known else 0.0
+        self.wrong = min(share, self.MOST_WRONG) if is_known else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"shares": self.shares, "wrong": self.wrong, "excess": self.row_losses.excess}

@@ -294,9 +294,13 @@ def create_loss(
     del own["end"]
     until = mixed_epochs(settings)
     if until < settings.epochs and run.world.is_main and not run.checkpoint:
-        kept = "" if data.held_out is None else f", and {len(data.held_out)} rows are held out"
         first = f"in the first {until} of" if until else "in none of the"
-        print(f"samples are mixed{kept} {first} {settings.epochs} epochs")
+        first = f"{first} {settings.epochs} epochs"
+        if data.held_out is None:
+            print(f"samples are mixed {first}")
+        else:
+            rows = f"{len(data.held_out)} rows are held out {first}"
+            print(f"{rows}; where they say that labels are wrong, samples are mixed")
     if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(settings.alpha, 0, weight=own.get("weight"))

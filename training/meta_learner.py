@@ -62,7 +62,7 @@ class MetaLearner:
     def describe_end(self) -> str:
         """What is different from the epoch `until` on, as a line of the log."""
         about = f"since about {100 * self.meta.wrong:.0f} % of their labels are wrong"
-        then = f"mixing goes on, {about}" if self.meta.wrong else "mixing ends"
+        then = f"mixing goes on, {about}" if self.meta.wrong else "nothing is mixed"
         rows = f"{len(self.held_out)} held-out rows join the training"
         return f"from epoch {self.until + 1} on {rows}; {then}"
 
