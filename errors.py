@@ -144,7 +144,7 @@ def interruptible() -> None:
         signal.signal(each, end)
 
 
-def exit_code(main: Callable[[], int | None]) -> int:
+def exit_code(main: Callable[[], object]) -> int:
     """Run `main`; its exceptions become one line on stderr and the documented exit code.
 
     A number that `main` returns is the exit code, as of a benchmark that misses a target. Under
@@ -161,7 +161,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         with handled_signals(signal.default_int_handler):
-            return main() or 0
+            result = main()
+            return result if isinstance(result, int) else 0
     except (InputError, NonFiniteLoss, Interrupted) as error:
         if not is_main:
             time.sleep(GRACE_SECONDS)

@@ -12,6 +12,7 @@ python resnet50_test.py --checkpoint best --evaluate             # best.pt of th
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from errors import exit_code, interruptible
 
@@ -45,22 +46,29 @@ def parser() -> ScriptParser[ImageSettings]:
     return script_parser(__doc__, ImageSettings, LEARNING_RATES)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """What a run is made of, from its flags (None: the command line's) to its last epoch."""
+def main(arguments: Sequence[str] | None = None) -> Path | None:
+    """What a run is made of, from its flags (None: the command line's) to its last epoch.
+
+    Returns:
+        The run folder, or None where a trained model was only used.
+    """
     script_parser = parser()
     settings, checkpoint = options.parse(script_parser, SCRIPT, arguments)
     with init_world(settings.device, TimeLimits(*settings.timeout)) as world:
         factory.check_processes(settings, script_parser, world, checkpoint)
         run = factory.create_run(settings, SCRIPT, world, checkpoint)
         if checkpoint and settings.predict:
-            return image_classification.predict(settings, run, settings.predict)
+            image_classification.predict(settings, run, settings.predict)
+            return None
         if checkpoint and settings.export:
-            return factory.export_model(settings, run, settings.export)
+            factory.export_model(settings, run, settings.export)
+            return None
 
         saved = None if checkpoint else fine_tuning.read_saved_model(settings, run)
         data = image_classification.load_data(settings, run, saved)
         if checkpoint and settings.evaluate:
-            return factory.evaluate_checkpoint(settings, run, data)
+            factory.evaluate_checkpoint(settings, run, data)
+            return None
         settings = factory.with_batch_size(settings, run, data)
         model = image_classification.create_model(settings, run, data)
 
@@ -76,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         trainer.fit(checkpoint)  # the loop is in training/trainer.py
         trainer.report()
+        return trainer.log.folder
 
 
 if __name__ == "__main__":

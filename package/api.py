@@ -96,7 +96,6 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
     with _training_packages():  # the scripts need more than torch
         from cli.options import flag_arguments
         from input_pipeline import own_data
-        from training.run_folder import latest_run, make_run_folder
 
         if flags.get("dataset", "csv") in own_data.DATASETS and not folder.exists():
             raise InputError(f"{folder}: there is no such folder")
@@ -119,22 +118,10 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         if value not in ({}, [])
         for word in flag_arguments(name, value, parser)
     ]
-    given = parser.given(words)
-    out, going_on = given.get("out"), given.get("resume")
-    if going_on == "":
-        going_on = latest_run(script.SCRIPT)
-    if out is None and going_on not in (None, "auto"):
-        out = str(going_on if Path(going_on).is_dir() else Path(going_on).parent)
-    is_new = out is None and given.get("resume") is None  # else the script says what is missing
-    new = make_run_folder(None, script.SCRIPT) if is_new else None
-    out = str(new) if new else out
-    try:
-        script.main([*words, *(["--out", out] if out else [])])
-    finally:
-        if new:  # it stays where the run has begun
-            with contextlib.suppress(OSError):
-                new.rmdir()
-    return load(str(out))
+    run = script.main(words)
+    if run is None:
+        raise InputError("fit trains: --evaluate, --predict and --export are for the scripts")
+    return load(run)
 
 
 def _own_dataset(folder: Path, label_separator: str | None) -> str:

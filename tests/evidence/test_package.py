@@ -105,6 +105,7 @@ if __name__ == "__main__":
         ("txts", {{"label_column": "label"}}, "txts: there is no such folder"),
         ("both", {{}}, "has the columns image and text"),
         ("texts", {{"resume": "auto"}}, "--resume auto: give --out"),
+        ("texts", {{"evaluate": True, "checkpoint": "last"}}, "fit trains"),
     ):
         try:
             f.fit(folder, **more)
