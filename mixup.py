@@ -463,12 +463,11 @@ class MetaMixup:
         wrong: the share of wrong labels, at most `MOST_WRONG`; 0 where it may be less than
             `LEAST_WRONG`, where confident predictions are much better than others, as while a hard
             task is learned, and at first as long as most confident predictions are errors, or fewer
-            than an epoch ago: what falls from epoch to epoch are errors of the network.
+            than before by a standard error: what falls are errors of the network.
     """
 
     LEAST_WRONG, MOST_WRONG = 0.15, 0.5
     LEAST_RATIO = 0.6  # of errors among confident predictions to those among all
-    SETTLED = 0.9  # share of the errors among confident predictions that is left after an epoch
     SLOPE = 4.0  # for each wrong label
     LARGEST_SLOPE = 2.0
 
@@ -515,7 +514,8 @@ class MetaMixup:
         """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""
         share, number, errors = wrong_labels(predicted, confidence, labels)
         before = self.shares or (share, errors)
-        has_settled = self.shares is not None and share >= self.SETTLED * before[0]
+        error = math.sqrt(share * (1 - share) / number)
+        has_settled = self.shares is not None and share + error >= before[0]
         share, errors = self.shares = (before[0] + share) / 2, (before[1] + errors) / 2
         is_known = (
             least_share(share, number) >= self.LEAST_WRONG

@@ -59,12 +59,12 @@ class MetaLearner:
             self.meta.learn(predicted.long(), confidence, labels.long())
         return {"wrong_labels": self.meta.wrong}
 
-    def describe_end(self) -> str:
-        """What is different from the epoch `until` on, as a line of the log."""
-        about = f"since about {100 * self.meta.wrong:.0f} % of their labels are wrong"
-        then = f"mixing goes on, {about}" if self.meta.wrong else "nothing is mixed"
-        rows = f"{len(self.held_out)} held-out rows join the training"
-        return f"from epoch {self.until + 1} on {rows}; {then}"
+    def describe(self, number: int) -> str:
+        """What is done from the epoch of a number on, counted from 1, as a line of the log."""
+        wrong = 100 * self.meta.wrong
+        mixed = f"samples are mixed, as about {wrong:.0f} % of the labels are wrong"
+        rows = f"; {len(self.held_out)} held-out rows are trained on" * (number > self.until)
+        return f"from epoch {number} on {mixed if wrong else 'nothing is mixed'}{rows}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}

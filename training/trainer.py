@@ -485,9 +485,10 @@ class Trainer:
             self.clock.start()  # as a part of the training
             before = self.meta_learner.meta.wrong
             learned = self.meta_learner.end_epoch(self.model, **self.inference)
-            if number == self.meta_learner.until < self.config.epochs:
-                self.log.info(self.meta_learner.describe_end())
-            if self.graph is not None and self.meta_learner.meta.wrong != before:
+            wrong, is_last = self.meta_learner.meta.wrong, number == self.config.epochs
+            if not is_last and (bool(wrong) != bool(before) or number == self.meta_learner.until):
+                self.log.info(self.meta_learner.describe(number + 1))
+            if self.graph is not None and wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
         row = self.row(number, totals, evaluated)
