@@ -461,9 +461,9 @@ class MetaMixup:
         shares: of wrong labels and of errors, as `wrong_labels` returns them, measured after each
             epoch and averaged with those before, half and half; None before the first one.
         wrong: the share of wrong labels, at most `MOST_WRONG`; 0 where it may be less than
-            `LEAST_WRONG`, where confident predictions are much better than others, as while a hard
-            task is learned, and at first as long as most confident predictions are errors, or fewer
-            than before by a standard error: what falls are errors of the network.
+            `LEAST_WRONG`, and at first where a network that still learns would look the same: most
+            confident predictions are errors, or fewer than before by a standard error, or far fewer
+            than of all predictions.
     """
 
     LEAST_WRONG, MOST_WRONG = 0.15, 0.5
@@ -517,11 +517,9 @@ class MetaMixup:
         error = math.sqrt(share * (1 - share) / number)
         has_settled = self.shares is not None and share + error >= before[0]
         share, errors = self.shares = (before[0] + share) / 2, (before[1] + errors) / 2
-        is_known = (
-            least_share(share, number) >= self.LEAST_WRONG
-            and share >= self.LEAST_RATIO * errors
-            and (self.wrong > 0 or (has_settled and share <= self.MOST_WRONG))
-        )
+        has_learned = share <= self.MOST_WRONG and share >= self.LEAST_RATIO * errors
+        is_wrong = least_share(share, number) >= self.LEAST_WRONG
+        is_known = is_wrong and (self.wrong > 0 or (has_settled and has_learned))
         self.wrong = min(share, self.MOST_WRONG) if is_known else 0.0
 
     def state_dict(self) -> dict[str, Any]:

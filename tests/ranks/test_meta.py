@@ -77,7 +77,7 @@ def test_estimates_are_averaged_and_small_ones_are_none():
         ((0.5,), 0.6, 100, 0.0),  # nobody knows yet whether it falls
         ((0.5, 0.49), 0.6, 100, 0.495),
         ((0.5, 0.3), 0.6, 100, 0.0),  # it falls
-        ((0.4, 0.4, 0.3), 0.5, 100, 0.35),  # it has been known
+        ((0.4, 0.4, 0.2), 0.6, 100, 0.3),  # it has been known
         ((0.4, 0.4, 0.9), 0.6, 100, 0.5),
         ((0.4, 0.4, 0.0, 0.0), 0.5, 100, 0.0),
         ((0.4, 0.4), 0.5, 6, 0.0),  # six rows do not say it
