@@ -13,8 +13,8 @@ Hidden representations are mixed in the same way: `blend` takes any (batch, ...)
 functions are pure, never wait for the device, and take their randomness from `generator` (None is
 torch's default one).
 
-Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong, and mixes only where they
-are: samples whose label the network doubts give way to their partners.
+Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong. Where they are right it
+stops to mix; where they are wrong, samples whose label the network doubts give way to others.
 
     meta = MetaMixup(len(training_set))
     meta.rows = rows                             # of the batch, before each step
@@ -441,8 +441,9 @@ class MetaMixup:
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
     is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
-    Until labels are known to be wrong, nothing is mixed: lambda is 1. From then on partners are
-    sampled as by `mixup`, lambda0 ~ Beta(alpha, alpha) for each sample, and
+    Partners are sampled as by `mixup`, and lambda0 ~ Beta(strength, strength) for each sample,
+    mildly until the rows say something. Where labels are right, nothing is mixed. Where they are
+    wrong,
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
@@ -466,6 +467,7 @@ class MetaMixup:
             than of all predictions.
     """
 
+    MILD_ALPHA = 0.2
     LEAST_WRONG, MOST_WRONG = 0.15, 0.5
     LEAST_RATIO = 0.6  # of errors among confident predictions to those among all
     SLOPE = 4.0  # for each wrong label
@@ -485,6 +487,14 @@ class MetaMixup:
         self.mixed_rows = self.rows  # of the last one
 
     @property
+    def strength(self) -> float:
+        """The alpha of the next batches: 0.2 at first, 0 where labels are right, else `alpha`."""
+        if self.wrong:
+            return self.alpha
+        is_right = self.shares is not None and self.shares[0] < self.LEAST_WRONG
+        return 0.0 if is_right else min(self.alpha, self.MILD_ALPHA)
+
+    @property
     def slope(self) -> float:
         """How much the difference of two doubts shifts lambda's logit, in its deviations."""
         return min(self.SLOPE * self.wrong, self.LARGEST_SLOPE)
@@ -492,13 +502,13 @@ class MetaMixup:
     def mix(self, labels: Tensor) -> Mix:
         """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
-        count, device = len(labels), labels.device
-        if not self.wrong:
+        count, device, alpha = len(labels), labels.device, self.strength
+        if not alpha:
             own = torch.arange(count, device=device)
             return Mix(own, torch.ones(1, device=device).expand(count))
         partner = torch.randperm(count, device=device)
-        logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
-        if len(self.mixed_rows) == count > 1:
+        logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
+        if self.wrong and len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]
             difference = excess[partner] - excess
             difference = difference / difference.std().clamp(min=1e-6)

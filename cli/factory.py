@@ -300,7 +300,7 @@ def create_loss(
             print(f"samples are mixed {first}")
         else:
             rows = f"{len(data.held_out)} rows are held out {first}"
-            print(f"{rows}; where they say that labels are wrong, samples are mixed")
+            print(f"{rows}, and say how many labels are wrong: mixing follows them")
     if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(settings.alpha, 0, weight=own.get("weight"))

@@ -61,10 +61,14 @@ class MetaLearner:
 
     def describe(self, number: int) -> str:
         """What is done from the epoch of a number on, counted from 1, as a line of the log."""
-        wrong = 100 * self.meta.wrong
-        mixed = f"samples are mixed, as about {wrong:.0f} % of the labels are wrong"
-        rows = f"; {len(self.held_out)} held-out rows are trained on" * (number > self.until)
-        return f"from epoch {number} on {mixed if wrong else 'nothing is mixed'}{rows}"
+        is_over = number > self.until
+        mixed = "samples are mixed mildly"
+        if self.meta.wrong:
+            mixed = f"samples are mixed, as about {self.meta.wrong:.0%} of the labels are wrong"
+        elif is_over or not self.meta.strength:
+            mixed = "nothing is mixed"
+        rows = f"; {len(self.held_out)} held-out rows are trained on" if is_over else ""
+        return f"from epoch {number} on {mixed}{rows}"
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.meta.state_dict(), "is_over": self.is_over, "until": self.until}
