@@ -365,12 +365,12 @@ class RowLosses:
     over its places, weighted by w, in [-10, 10]: large where the network doubts the label.
 
     Attributes:
-        excess: (rows,) of the epoch before; 0 before the second epoch.
+        excess: (rows,) of the last epoch that had the row; NaN before.
         sums: (2, rows) of this epoch, on this rank: w times the excess, and w.
     """
 
     def __init__(self, rows: int, device: torch.device | None) -> None:
-        self.excess = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.excess = torch.full((rows,), math.nan, device=device)
         self.sums = torch.zeros(2, rows, dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor, logits: Tensor, *, labels: Tensor, mix: Mix) -> None:
@@ -408,7 +408,8 @@ def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple
 
     Where the network is most confident, its errors are those of the labels, as in confident
     learning (arXiv:1911.00068). The quarter of the rows with the highest probability counts, of
-    those that are taken for each class, so that a class of right labels does not hide another.
+    those that are taken for each class, so that a class of right labels does not hide another;
+    none of fewer than four rows.
 
     Args:
         predicted: (rows,) class numbers.
@@ -416,15 +417,15 @@ def wrong_labels(predicted: Tensor, confidence: Tensor, labels: Tensor) -> tuple
         labels: (rows,) integers.
 
     Returns:
-        The share; how many rows counted; and the share of all rows whose prediction is not their
-        label.
+        The share, NaN if no row counted; how many rows counted; and the share of all rows whose
+        prediction is not their label.
     """
     order = confidence.argsort(descending=True)
     order = order[predicted[order].argsort(stable=True)]
     counts = predicted.bincount()
     first = counts.cumsum(0) - counts  # of each class in this order
     place = torch.arange(len(order), device=order.device) - first[predicted[order]]
-    counted = order[4 * place < counts[predicted[order]]]
+    counted = order[4 * (place + 1) <= counts[predicted[order]]]
     is_error = (predicted != labels).double()
     return is_error[counted].mean().item(), len(counted), is_error.mean().item()
 
@@ -509,7 +510,8 @@ class MetaMixup:
         partner = torch.randperm(count, device=device)
         logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
         if self.wrong and len(self.mixed_rows) == count > 1:
-            excess = self.row_losses.excess[self.mixed_rows]
+            excess = self.row_losses.excess[self.mixed_rows]  # that of others for a new row
+            excess = torch.where(excess.isnan(), excess.nanmean(), excess).nan_to_num()
             difference = excess[partner] - excess
             difference = difference / difference.std().clamp(min=1e-6)
             logit = (logit + self.slope * self.spread * difference) / math.hypot(1, self.slope)
@@ -523,6 +525,8 @@ class MetaMixup:
     def learn(self, predicted: Tensor, confidence: Tensor, labels: Tensor) -> None:
         """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""
         share, number, errors = wrong_labels(predicted, confidence, labels)
+        if not number:
+            return
         before = self.shares or (share, errors)
         error = math.sqrt(share * (1 - share) / number)
         has_settled = self.shares is not None and share + error >= before[0]

@@ -298,6 +298,8 @@ def create_loss(
         first = f"{first} {settings.epochs} epochs"
         if data.held_out is None:
             print(f"samples are mixed {first}")
+        elif until < 2:
+            print("samples are mixed mildly: fewer than 3 epochs cannot say which labels are wrong")
         else:
             rows = f"{len(data.held_out)} rows are held out {first}"
             print(f"{rows}, and say how many labels are wrong: mixing follows them")
@@ -485,6 +487,7 @@ def create_trainer_config(
         record_cuda_graph=choose_backend(settings, run, batches) == "cudagraph",
         may_fall_back=settings.backend == "auto",
         is_multilabel=bool(settings.label_separator),
+        passes_vary=":" in settings.arch,  # networks of other libraries and own ones
     )
 
 

@@ -147,6 +147,8 @@ def table(arms: Sequence[Contender]) -> list[str]:
 def sentence(arms: Sequence[Contender]) -> str:
     """Return the verdict in one sentence."""
     first = arms[0]
+    if len(arms) == 1:
+        return f"{first.name} alone has come to its end."
     if len(first.runs) == 1:
         return "With one seed nothing can be concluded: chance may have ordered the arms."
     clauses = []

@@ -43,7 +43,7 @@ class MetaLearner:
     def mixes(self, epoch: int) -> bool:
         """Whether the samples of an epoch, counted from 0, are mixed; asked at its start."""
         self.is_over |= epoch >= self.until
-        return not self.is_over or self.meta.wrong > 0
+        return not self.is_over or self.meta.strength > 0
 
     def end_epoch(self, model: nn.Module, *, world: World, **how: Any) -> dict[str, float]:
         """End an epoch of the policy by `outputs`; return what it adds to the row; collective."""
@@ -61,13 +61,11 @@ class MetaLearner:
 
     def describe(self, number: int) -> str:
         """What is done from the epoch of a number on, counted from 1, as a line of the log."""
-        is_over = number > self.until
-        mixed = "samples are mixed mildly"
+        mixed = "samples are mixed mildly" if self.meta.strength else "nothing is mixed"
         if self.meta.wrong:
             mixed = f"samples are mixed, as about {self.meta.wrong:.0%} of the labels are wrong"
-        elif is_over or not self.meta.strength:
-            mixed = "nothing is mixed"
-        rows = f"; {len(self.held_out)} held-out rows are trained on" if is_over else ""
+        has_joined = number > self.until
+        rows = f"; {len(self.held_out)} held-out rows are trained on" if has_joined else ""
         return f"from epoch {number} on {mixed}{rows}"
 
     def state_dict(self) -> dict[str, Any]:

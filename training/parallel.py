@@ -46,8 +46,13 @@ class Parallel:
         # Called with each bucket of this rank's own gradients before it is sent.
         self.observers: list[Callable[[dist.GradBucket], None]] = []
 
-    def wrap(self, *, accumulates: bool) -> None:
-        """Prepare passes of one or several micro-batches, while weights are alike; collective."""
+    def wrap(self, *, accumulates: bool, varies: bool = False) -> None:
+        """Prepare passes, while weights are alike; collective.
+
+        Args:
+            accumulates: whether a step may have several.
+            varies: whether one may use other parameters of the model than another.
+        """
 
     def sync_next(self, is_last: bool) -> None:
         """Let the next passes share gradients if `is_last`: if those are complete after them."""
@@ -109,15 +114,16 @@ class AllReduce(Parallel):
         self.hook, self.observers = hook, hook.observers
         self.replicas_diverge = self.skips_apart = hook.replicas_diverge
 
-    def wrap(self, *, accumulates: bool) -> None:
+    def wrap(self, *, accumulates: bool, varies: bool = False) -> None:
         """Wrap the model, so that the all-reduce of buckets overlaps the backward pass."""
         if self.world.size > 1:
             wrapped = DistributedDataParallel(
                 self.model,
                 gradient_as_bucket_view=True,
-                # The same parameters get a gradient in every backward pass. torch's reducer cannot
-                # know this and accumulate gradients (pytorch #143580).
-                static_graph=not accumulates,
+                # torch's reducer cannot know that the same parameters get a gradient in every
+                # backward pass, and accumulate gradients (pytorch #143580).
+                static_graph=not accumulates and not varies,
+                find_unused_parameters=varies,
                 bucket_cap_mb=BUCKET_MIB,
                 **ddp_buffer_arguments(),  # type: ignore[arg-type]
             )

@@ -100,6 +100,7 @@ class RunLog:
         self.write_rows(rows)
         if self.track != "none":
             self.tracked = TrackedRun(self.track, self.folder, self.config, warn=self.info)
+            self.tracked.catch_up(rows)
 
     def _write_config(self) -> None:
         text = json.dumps(self.config, indent=2, default=str) + "\n"

@@ -2,6 +2,7 @@
 
 check_tracker("wandb")                                # before anything else: is it installed?
 tracked = TrackedRun("wandb", folder, config, warn=print)
+tracked.catch_up(rows)                                # those of a resumed run
 tracked.send({"epoch": 1, "step": 390, "test_accuracy": 0.43})
 tracked.close()
 
@@ -17,7 +18,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,19 @@ from errors import first_line, needing
 from training.atomic_file import atomic_write_text
 
 PROJECT = "faster-training"  # under which a tracker lists the runs
-STATE_FILE = "tracking.json"  # of a run folder: the run's name in wandb
+STATE_FILE = "tracking.json"  # of a run folder: the run's name in wandb, and the last step sent
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a run folder keeps of its tracker; empty before there is one."""
+    path = folder / STATE_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def update_state(folder: Path, **values: Any) -> None:
+    """Keep values beside those that are there."""
+    text = json.dumps({**read_state(folder), **values}) + "\n"
+    atomic_write_text(folder / STATE_FILE, text)
 
 
 Log = Callable[[dict[str, float], int], None]  # sends numbers by their names, and the step
@@ -53,13 +66,11 @@ def open_tensorboard(library: Any, folder: Path, config: Mapping[str, Any]) -> t
 
 def open_wandb(library: Any, folder: Path, config: Mapping[str, Any]) -> tuple[Log, Close]:
     """A run of Weights & Biases, kept in the run folder unless WANDB_MODE is set."""
-    path = folder / STATE_FILE
-    if not path.exists():
-        # The name draws from no generator of the run.
-        atomic_write_text(path, json.dumps({"wandb": secrets.token_hex(4)}) + "\n")
+    if "wandb" not in read_state(folder):  # the name draws from no generator of the run
+        update_state(folder, wandb=secrets.token_hex(4))
     opened = library.init(
         project=os.environ.get("WANDB_PROJECT") or PROJECT,
-        id=json.loads(path.read_text(encoding="utf-8"))["wandb"],
+        id=read_state(folder)["wandb"],
         name=folder.resolve().name,
         dir=str(folder),
         config=config,
@@ -94,13 +105,21 @@ class TrackedRun:
     def __init__(
         self, name: str, folder: Path, config: Mapping[str, Any], *, warn: Callable[[str], None]
     ) -> None:
-        self.name, self.warn = name, warn
+        self.name, self.folder, self.warn = name, folder, warn
         self.opened: tuple[Log, Close] | None = None
         machine = json.loads(json.dumps(config, default=str))
         settings = {**machine.pop("flags", {}), "machine": machine}
         module, open_tracker = LIBRARIES[name]
         with self._no_disturbance():
             self.opened = open_tracker(importlib.import_module(module), folder, settings)
+
+    def catch_up(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Send the rows of a run that were not sent before, as of another folder."""
+        with self._no_disturbance():
+            sent = read_state(self.folder).get("step", 0)
+            for row in rows:
+                if row["step"] > sent:
+                    self.send(row)
 
     def send(self, row: Mapping[str, Any]) -> None:
         """Send the finite numbers of an epoch's row, under their names in metrics.jsonl."""
@@ -112,6 +131,7 @@ class TrackedRun:
         if self.opened is not None:
             with self._no_disturbance():
                 self.opened[0](numbers, int(row["step"]))
+                update_state(self.folder, step=int(row["step"]))
 
     def close(self) -> None:
         if self.opened is not None:

@@ -25,7 +25,7 @@ from training.parallel import Parallel
 from training.step_stats import ComputeTimer, StepSums
 from training.weight_average import OWN_BUFFERS, WeightAverage
 
-MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}  # of which ranks keep their own
+BASES = ("directions", "axis")  # how states of NGD and KaldiNGD begin that have no mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,13 +189,18 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 def merge_optimizer_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One optimizer state_dict of those of all ranks, for another number of ranks to go on from.
 
-    Each rank takes it, so that the mean of the ranks' moments stays as it was.
+    Each rank takes it, so that the mean of the ranks' moments, tensors of any name, stays as it
+    was. A rank that skipped all steps has none.
     """
     merged = {}
-    for number, first in states[0]["state"].items():
-        of_ranks = [state["state"][number] for state in states]
-        moments = [{name: each[name] for name in first if name in MOMENTS} for each in of_ranks]
-        merged[number] = {**first, **_mean_tensors(moments)}
+    for number in sorted({number for state in states for number in state["state"]}):
+        first, *others = (each["state"][number] for each in states if number in each["state"])
+        moments = {
+            name: value
+            for name, value in first.items()
+            if isinstance(value, Tensor) and value.ndim and not name.startswith(BASES)
+        }
+        merged[number] = {**first, **_mean_tensors([moments, *others])}
     return {**states[0], "state": merged}
 
 

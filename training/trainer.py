@@ -79,6 +79,7 @@ class TrainerConfig:
     record_cuda_graph: bool = False  # record the step once for each shape of batch, and replay it
     may_fall_back: bool = False  # a step that cannot be recorded runs without a graph, with a line
     is_multilabel: bool = False  # rows may have several labels
+    passes_vary: bool = False  # a pass may use other parameters of the model than the one before
 
 
 @dataclass(eq=False, repr=False)
@@ -239,7 +240,7 @@ class Trainer:
     def wrap_model(self) -> None:
         """Wrap the model for data parallelism, once the micro-batches are known; collective."""
         several = self.world.all_gather(self.micro_batches.several)
-        self.parallel.wrap(accumulates=any(several))
+        self.parallel.wrap(accumulates=any(several), varies=self.config.passes_vary)
 
     def report(self) -> None:
         """Print the result of the run as `report_result` does, and raise what it raises."""

@@ -80,9 +80,8 @@ def read_arms(
         raise InputError(f"--vary {name}: all runs of a race have the same; vary another flag")
     if len(values) < 2 or not all(values):
         raise InputError(f"--vary {name}={','.join(values)}: give two values or more, as in A,B")
-    given = {name, *parser.given(arguments)}
     own = {"recipe": "recipe", "optimizer": "lr"}.get(name, "seed")
-    if taken := given & {"seed", own} - {name}:
+    if taken := parser.given(arguments).keys() & {"seed", own}:
         raise InputError(f"--{taken.pop()}: each run of the race has its own; leave it out")
     arms: list[Arm] = []
     for value in values:
@@ -90,7 +89,9 @@ def read_arms(
         if name == "optimizer":
             value, _, own_rate = value.partition("@")
         if name != "recipe":
-            several = value.split() if " " in value else value  # such as --betas 0.9 0.99
+            varied = parser.find(name.partition(".")[0])
+            is_list = varied is not None and varied.nargs and " " in value  # as of --betas 0.9 0.99
+            several = value.split() if is_list else value
             words = [*arguments, *shared.to_arguments({name: several})]
             words += ["--lr", own_rate] if own_rate else []
         script = TargetScript.read(shared.file, words)
@@ -106,6 +107,17 @@ def read_arms(
         copies = sum(arm.name.partition("#")[0] == label for arm in arms)
         arms.append(Arm(f"{label}#{copies + 1}" if copies else label, script, rate))
     return arms
+
+
+def check_data(script: TargetScript, *, in_folds: bool) -> None:
+    """Raise InputError where the data lacks what a race needs, or has what folds do not."""
+    data_dir, splits = script.flags({})["data_dir"], script.own_splits()
+    if in_folds and splits is not own_data.SPLIT_NAMES and "val" in splits:
+        raise InputError(f"--folds: {data_dir} has a validation set; make it a part of train")
+    if not in_folds and "test" not in splits:
+        problem = "has no test set, which a race without --folds needs"
+        is_there = Path(data_dir).exists()
+        raise InputError(f"--data_dir {data_dir}: {problem if is_there else 'no such folder'}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,14 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.seeds = args.folds or args.seeds or 3
     flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
     script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
-    data_dir, splits = script.flags({})["data_dir"], script.own_splits()
-    if args.folds and splits is not own_data.SPLIT_NAMES and "val" in splits:
-        raise InputError(f"--folds: {data_dir} has a validation set; make it a part of train")
-    if not args.folds and "test" not in splits:
-        problem = "has no test set, which a race without --folds needs"
-        is_there = Path(data_dir).exists()
-        raise InputError(f"--data_dir {data_dir}: {problem if is_there else 'no such folder'}")
     arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
+    for arm in arms:  # of which recipes may name the data
+        check_data(arm.script, in_folds=bool(args.folds))
     out = args.out or Path("races", f"{script.file.removesuffix('_test.py')}-{flag.lstrip('-')}")
     read = {"script": script, "arms": arms, "out": out}
     own = {name: value for name, value in vars(args).items() if name not in ("optimizers", "vary")}

@@ -157,7 +157,7 @@ def run_arms(config: RaceConfig) -> None:
         for name, rates in tried.items()
     ]
     arms, lost = run_seeds(config.sweep(plan.epochs, in_full=True), values, tried)
-    if len(arms) < 2:
+    if not arms:
         raise InputError("; ".join(lost.values()))
     limits = [f"{name} is left out ({why})." for name, why in lost.items()]
     conclude(config, plan, arms, limits=limits)
@@ -214,7 +214,11 @@ def race_defaults(
         own = TargetScript.read(shared.file, words)
         name = f"trial {trial.number}"
         arms[name] = Arm(name, own, own.usual("lr"))
-    settings = {name: [arm.rate, arm.script.settings()] for name, arm in arms.items()}
+    settings: dict[str, Any] = {
+        name: [arm.rate, arm.script.settings()] for name, arm in arms.items()
+    }
+    settings |= {name: shared.given[name] for name in SPEED_FLAGS if name in shared.given}
+    searched, seeds = shared.flags({})["seed"], range(1, config.seeds + 2)
     numbers = "-".join(str(trial.number) for trial in finalists)
     final = replace(
         config,
@@ -226,7 +230,7 @@ def race_defaults(
     )
     values = [
         {"arm": name, "lr": arm.rate, "seed": seed}
-        for seed in range(1, config.seeds + 1)  # the trials had 0
+        for seed in [seed for seed in seeds if seed != searched][: config.seeds]
         for name, arm in arms.items()
     ]
     return run_seeds(final, values, {name: {arm.rate: {}} for name, arm in arms.items()})

@@ -116,7 +116,7 @@ def write_winner(
         f"{config.nproc} process(es).\n"
     )
     rows = complete_rows(trial_folder(config, chosen or best))
-    batch = rows[0]["batch_size"] if rows else config.script.usual("bs")
+    batch = rows[0]["batch_size"] if rows else config.script.parser.kind.usual_batch_size
     write_recipe(config, params, batch=batch, comment=comment)
     print(f"recipe: {config.out / RECIPE}, with which this command trains:")
     print(training_command(config), flush=True)
@@ -192,6 +192,7 @@ def write_recipe(
     that the recipe holds for other batch sizes and numbers of processes.
     """
     values, flags = config.script.recipe(params), config.script.flags(params)
+    values = {name: "none" if value is None else value for name, value in values.items()}
     if "lr" in params:
         rule, base_bs = flags["lr_scaling"], flags["base_bs"]
         if rule == "none":  # else the rate already is the one for base_bs

@@ -43,10 +43,14 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         study = open_study(config)
         finished = finished_trials(study)
         waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        known = [trial.system_attrs.get("fixed_params") for trial in [*finished, *waiting]]
-        for values in first:
-            if values in known:
-                known.remove(values)
+        open_ones = list(first)  # of which other trials may have ended before one
+        for trial in finished:
+            if (values := trial.system_attrs.get("fixed_params")) in open_ones:
+                open_ones.remove(values)
+        queued = [trial.system_attrs.get("fixed_params") for trial in waiting]
+        for values in open_ones:
+            if values in queued:
+                queued.remove(values)
             else:
                 study.enqueue_trial(values)
         num_resumed = sum("folder" in trial.user_attrs for trial in waiting)
@@ -55,13 +59,15 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
             f"{len(finished)} finished, {num_resumed} resumed",
             flush=True,
         )
-        if len(finished) < config.trials:
-            run_trials(study, config, runner)
+        if count := max(config.trials - len(finished), len(open_ones)):
+            run_trials(study, config, runner, count=count)
     return study
 
 
-def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) -> None:
-    """Run trials until the study has as many as asked for.
+def run_trials(
+    study: optuna.Study, config: SweepConfig, runner: TrialRunner, *, count: int
+) -> None:
+    """Run a number of trials, those that wait first.
 
     Raises:
         Interrupted: Ctrl-C or another stop signal.
@@ -97,7 +103,7 @@ def run_trials(study: optuna.Study, config: SweepConfig, runner: TrialRunner) ->
         with handled_signals(interrupt):
             study.optimize(
                 run_trial,
-                n_trials=config.trials - len(finished_trials(study)),
+                n_trials=count,
                 n_jobs=config.jobs,
                 catch=(TrialFailed,),
                 callbacks=[trial_ended],
@@ -143,8 +149,11 @@ def open_study(config: SweepConfig) -> optuna.Study:
         os.truncate(file, log.rfind(b"\n") + 1)
     file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a sweep that was killed
     storage = JournalStorage(JournalFileBackend(str(file)))
+    name = config.script.file.removesuffix(".py")
+    if others := {*optuna.get_all_study_names(storage)} - {name}:
+        raise InputError(f"--out {config.out}: trials of {others.pop()}; choose another folder")
     study = optuna.create_study(
-        study_name=config.script.file.removesuffix(".py"),
+        study_name=name,
         storage=storage,
         direction="maximize",
         load_if_exists=True,

@@ -32,12 +32,14 @@ DISTRIBUTIONS = {  # by type, with the same arguments as the suggest method of t
 EXAMPLE = "lr: {type: float, low: 0.005, high: 0.5, log: true}"
 
 
-def read_space(path: Path, script: TargetScript) -> Space:
+def read_space(path: Path, script: TargetScript, *, is_usual: bool = False) -> Space:
     """Read a search space, and check both ends of each range and each choice with the script.
 
     Args:
         path: YAML in the format above; any spelling of a flag will do.
         script: the script whose flags are searched.
+        is_usual: whether nobody chose this space; then it holds only flags that have an effect, and
+            of those with a range around their default those whose default is not 0.
 
     Returns:
         The arguments of each flag's suggest method and its `type`, by the script's own name.
@@ -56,6 +58,10 @@ def read_space(path: Path, script: TargetScript) -> Space:
             name = script.own_name(str(spelling))
             if name in space:
                 raise InputError(f"{name} is there twice; leave one out")
+            if is_usual and not (
+                script.has_effect(name) and ("around" not in entry or script.usual(name))
+            ):
+                continue
             space[name] = read_entry(entry, partial(script.usual, name))
         except InputError as error:
             raise InputError(f"{source}, {spelling}: {error}") from None

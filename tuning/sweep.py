@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments, sweep_flags = [*TRIAL_ARGUMENTS, *rest], parser.names()
     script = TargetScript.read(args.script, arguments, sweep_flags=sweep_flags)
     path = args.space or Path(__file__).parent / f"{name}.yaml"
-    searched, trials = space.read_space(path, script), args.trials or TRIALS
-    if not args.space:  # which has flags of several optimizers
-        searched = {name: entry for name, entry in searched.items() if script.has_effect(name)}
+    searched = space.read_space(path, script, is_usual=not args.space)
+    trials = args.trials or TRIALS
     if args.sampler == "grid":
         whole = math.prod(map(len, space.grid(searched).values()))
         trials = min(args.trials or whole, whole)

@@ -6,6 +6,7 @@ script.flags({"lr": 0.1, "nesterov": False})["lr"]
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import os
@@ -64,6 +65,9 @@ class TargetScript:
             lost = [each for each in parser.settings() if held[each.dest].keys() - kept[each.dest]]
             if held["optimizer"] != kept["optimizer"]:
                 lost += map(parser.flags.__getitem__, OF_OPTIMIZER)
+            alone = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            alone.add_argument("--recipe", "-c")
+            _, arguments = alone.parse_known_args(arguments)  # else a trial would read it as well
             arguments = [*options.recipe_arguments(recipe, parser, without=lost), *arguments]
         own = options.own_form(parser.given(arguments), parser)
         arguments += [word for name, value in own.items() for word in (f"--{name}", value)]
@@ -136,12 +140,15 @@ class TargetScript:
         return flag is not None and flag.has_effect(self.flags({}))
 
     def usual(self, name: str) -> Any:
-        """Return the value of a flag where no trial sets it; None for a setting of a part."""
+        """Return the value of a flag where no trial sets it.
+
+        None for a setting of a part, and for a batch that a run chooses by its rows.
+        """
         flags, flag = self.flags({}), self.parser.find(name)
         value = None if flag is None else flags[flag.dest]
         if flag is not None and flag.dest == "batch_size" and not value:
             measured = self.parser.kind.measured_for(flags)
-            return measured.batch if measured else self.parser.kind.usual_batch_size  # of most rows
+            return measured.batch if measured else None
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
     def check(self, arguments: Sequence[str]) -> None:
@@ -160,13 +167,16 @@ class TargetScript:
         shared = {name: value for name, value in self.given.items() if name not in left_out}
         return shared | dict(params)
 
-    def own_splits(self) -> Collection[str]:
-        """Return which of train, val and test own data has; all of them for other data."""
+    def own_paths(self) -> dict[str, Path]:
+        """Return what own data has of train, val and test."""
         flags = self.flags({})
-        if flags["dataset"] not in own_data.DATASETS:
-            return own_data.SPLIT_NAMES
         folders = () if flags["dataset"] == "csv" else ("",)
         return own_data.find_splits(Path(flags["data_dir"]), (*folders, *csv_tables.SUFFIXES))
+
+    def own_splits(self) -> Collection[str]:
+        """Return which of train, val and test own data has; all of them for other data."""
+        is_own = self.flags({})["dataset"] in own_data.DATASETS
+        return self.own_paths() if is_own else own_data.SPLIT_NAMES
 
     def settings(self) -> dict[str, Any]:
         """Return the shared flags that trials need in common to be compared, and own data."""
@@ -174,7 +184,16 @@ class TargetScript:
         shared = {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
         if flags["dataset"] in own_data.DATASETS:
             shared["data_dir"] = os.path.abspath(flags["data_dir"])
+            shared["data_dir's files"] = [
+                [str(path), path.stat().st_size if path.is_file() else file_count(path)]
+                for path in self.own_paths().values()
+            ]
         return shared
+
+
+def file_count(folder: Path) -> int:
+    """Return the number of files in a folder and those below it."""
+    return sum(len(names) for _, _, names in os.walk(folder))
 
 
 def script_parser(file: str) -> ScriptParser:

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import functools
 import importlib.metadata
+import json
 import math
 import os
 import shlex
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -155,13 +157,38 @@ def test_a_failure_among_the_last_of_several_jobs_ends_the_sweep(tmp_path, run_s
     assert (code, error) == (2, "error: no memory\n")
 
 
-def test_what_trials_have_in_common_names_the_folder_of_own_data():
+def test_what_trials_have_in_common_names_own_data_and_its_files(here):
     def common(words: str):
         return TargetScript.read("resnet50_test.py", words.split()).settings()
 
     own = "--dataset folder --data_dir"
     assert common(f"{own} cats") != common(f"{own} dogs")
     assert common("--data_dir a") == common("--data_dir b")
+    for folder, files in (("cats", {"train__csv": "image,label\n"}), ("cats/test", {"a": ""})):
+        before = common(f"{own} cats")
+        conftest.write(here / folder, **files)
+        assert common(f"{own} cats") != before, files
+
+
+def test_a_recipe_of_one_optimizer_gives_another_one_nothing(here):
+    conftest.write(here, sgd__yaml="optimizer: sgd\nlr: 0.3\nweight_decay: 0.1\nema: 0.5\n")
+    for words in ("--recipe sgd.yaml", "--recipe=sgd.yaml", "-c sgd.yaml"):
+        words = [*words.split(), "--optimizer", "adamw"]
+        script = TargetScript.read("resnet50_test.py", words)
+        settings, _ = options.parse(script.parser, "resnet50_test", script.arguments)
+        assert (settings.lr, settings.weight_decay, settings.ema) == (0.003, 0.05, 0.5)
+
+
+def test_the_usual_space_fits_an_optimizer_and_a_batch_by_rows_is_no_default(here):
+    conftest.write(here, bs__yaml=categorical("bs", 32, 128), mine__py="class SGD: pass\n")
+    script = TargetScript.read("resnet50_test.py", ["--dataset", "digits"])
+    searched = space.read_space(Path("bs.yaml"), script)
+    assert space.usual_values(searched, script) is None
+    usual = ROOT / "tuning" / "resnet50.yaml"
+    for words in ("--optimizer mine:SGD --lr 0.1", "--optimizer adamw --weight_decay 0"):
+        script = TargetScript.read("resnet50_test.py", words.split())
+        names = space.read_space(usual, script, is_usual=True)
+        assert [*names] == ["lr", "label_smoothing"], words
 
 
 def test_gpus_are_divided_among_trials(monkeypatch):
@@ -235,7 +262,7 @@ def test_hopeless_trials_are_pruned_and_failures_recorded(run_sweep, tmp_path, m
 
 
 def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
-    script = TargetScript.read("resnet50_test.py", ["--subset", "0.1"])
+    script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--seed", "2"])
     settings = {"val_fraction": 0.1, "jobs": 1, "nproc": 1, "out": tmp_path, "seeds": 2}
     names = enumerate(("adamw", "adamw", "sgd", "lamb"))
     found = [SimpleNamespace(number=n, params={"optimizer": name}) for n, name in names]
@@ -244,7 +271,7 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
     values = run.call_args.args[1]
     rates = {"defaults": 0.12, "trial 0": 0.003, "trial 2": 0.1}
     assert {each["arm"]: each["lr"] for each in values} == rates
-    assert len(values) == 6
+    assert [each["seed"] for each in values] == [1, 1, 1, 3, 3, 3], "not that of the search"
 
 
 def test_a_sweep_without_a_complete_trial_makes_no_recipe(run_sweep, tmp_path):
@@ -370,6 +397,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--vary ngd=true,false", "stands for --optimizer ngd; write --vary optimizer="),
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
+        ("--vary recipe=a.yaml,a.yaml --recipe b.yaml", "--recipe: each run of the race has its"),
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
         ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
@@ -388,6 +416,66 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
     diverged = mock.patch.object(trials.TrialRunner, "__call__", side_effect=trials.TrialFailed)
     with diverged:
         check("--optimizers sgd adamw --dataset digits", "the loss of every arm is not finite")
+
+
+def pretend(accuracy: Callable[[optuna.Trial], float]):
+    """Let runs write what they would have reached, and nothing else."""
+
+    def run(runner: trials.TrialRunner, trial: optuna.Trial, arguments: list[str]) -> float:
+        folder = trials.trial_folder(runner.config, trial)
+        trial.set_user_attr("folder", str(folder))
+        value = accuracy(trial)
+        row = {"epoch": 1, "step": 1, "batch_size": 9, "test_accuracy": value, "val_loss": 0.1}
+        row |= dict.fromkeys(("seconds", "train_seconds", "devices", "samples"), 1)
+        config = {"script": "", "flags": {"dataset": "digits", "arch": "a"}, "commit": ""}
+        texts = {"metrics__jsonl": json.dumps(row), "config__json": json.dumps(config)}
+        conftest.write(folder, **texts)
+        return value
+
+    return mock.patch.object(trials.TrialRunner, "__call__", run)
+
+
+def test_a_race_whose_last_rivals_diverge_ends_with_the_winner(run_sweep, tmp_path, monkeypatch):
+    """Whose recipe can be read, and in whose folder no other script trains."""
+    monkeypatch.setattr(race, "make_plan", lambda config: race.Plan(3, 1))
+
+    def accuracy(trial: optuna.Trial) -> float:
+        if trial.params == {**trial.params, "arm": "class_weights=balanced", "seed": 2}:
+            trial.set_user_attr("error", "error: not finite")
+            raise trials.TrialFailed
+        return 0.5
+
+    words = "--epochs 1 --vary class_weights=none,balanced --seeds 3".split()
+    images, texts = ("resnet50_test.py", *DIGITS), ("transformer_test.py", "--dataset", "headlines")
+    with pretend(accuracy):
+        code, out, error = run_sweep(None, *images, *words, main=compare.main)
+        assert code == 0, error
+        assert "class_weights=balanced is left out (class_weights=balanced-seed2: error: " in out
+        assert "**class_weights=none alone has come to its end.**" in out
+        recipe = str(tmp_path / "sweep" / "recipe.yaml")
+        assert conftest.parsed("images", f"--recipe {recipe}").class_weights is None
+        code, _, error = run_sweep(None, *texts, *words, main=compare.main)
+        assert (code, "trials of resnet50_test; choose another folder" in error) == (2, True)
+
+
+def test_fewer_seeds_finish_what_they_need(run_sweep, monkeypatch):
+    monkeypatch.setattr(race, "make_plan", lambda config: race.Plan(3, 1))
+    later, is_killed = threading.Event(), True
+
+    def accuracy(trial: optuna.Trial) -> float:
+        if is_killed and trial.params["seed"] < race.SEARCH_SEED and trial.number % 2:
+            later.wait(60)
+            raise SystemExit(errors.INTERRUPTED)
+        later.set() if trial.params["seed"] == 1 else None
+        return 0.5
+
+    words = "resnet50_test.py --epochs 1 --vary label_smoothing=0,0.1 --jobs 2".split()
+    with pretend(accuracy):
+        assert run_sweep(None, *words, *DIGITS, "--seeds", "3", main=compare.main)[0] == 130
+        is_killed = False
+        code, out, error = run_sweep(None, *words, *DIGITS, "--seeds", "1", main=compare.main)
+    assert code == 0, error
+    assert "With one seed nothing can be concluded" in out
 
 
 @pytest.mark.process

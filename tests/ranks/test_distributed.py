@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import conftest
 import ranks
+from conftest import each_of
 from distributed import world
 from distributed.interface import check_interfaces, interface_of, own_address, use_interface_of
 from distributed.world import StopVote, World
@@ -212,3 +214,30 @@ def test_the_end_of_the_process_group_ends_its_threads() -> None:
     command = [sys.executable, "-c", NO_THREADS_LEFT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ranks.ROOT)
     assert done.returncode == 0, done.stderr
+
+
+SKIPPING = """import torch
+from torch import nn
+
+class Skipping(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if not self.training or torch.rand(()) < 0.5:
+            x = x + self.layer(x)
+        return self.head(x)
+"""
+
+
+@each_of("more", ["", "--accumulate 2", "--balance_workers"])
+def test_an_own_network_may_leave_parameters_out(tmp_path, more):
+    """Which differ from pass to pass, or are never used."""
+    folder = conftest.write(tmp_path / (more or "plain"), mine__py=SKIPPING)
+    words = "resnet50_test.py --dataset digits --subset 0.2 --arch mine:Skipping --optimizer sgd"
+    words += f" --lr 0.01 --bs 16 --epochs 2 --threads 1 --out run {more}"
+    ranks.run(words, folder, 2)
+    assert len(ranks.metrics(folder / "run")) == 2

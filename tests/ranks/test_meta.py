@@ -30,10 +30,12 @@ def test_the_share_of_wrong_labels_is_that_of_confident_errors(noise):
     assert errors == pytest.approx((predicted != labels).float().mean().item())
     assert share == pytest.approx(noise, abs=0.015)
     assert number == pytest.approx(5000, abs=10)
-    few = torch.tensor([7, 2, 2]), torch.tensor([0.4, 0.5, 0.9]), torch.tensor([7, 2, 5])
-    assert wrong_labels(*few) == (0.5, 2, pytest.approx(1 / 3)), (
-        "the surest row of each class counts"
-    )
+    few = torch.tensor([7, 7, 7, 2, 2, 2, 2]), torch.linspace(0.1, 0.9, 7)
+    found = wrong_labels(*few, torch.tensor([7, 7, 7, 2, 2, 2, 5]))
+    assert found == (1, 1, pytest.approx(1 / 7)), "three rows have no quarter"
+    meta = MetaMixup(1)
+    meta.learn(*(each[:3] for each in (*few, few[0])))
+    assert meta.shares is None, "not that labels are right"
 
 
 def test_what_a_share_is_at_least():
@@ -97,7 +99,7 @@ def test_estimates_are_averaged_and_small_ones_are_none():
 
 def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
     """And a try that ran out of memory does not count."""
-    meta, expected = MetaMixup(8), torch.zeros(8)
+    meta, expected = MetaMixup(8), torch.full((8,), torch.nan)
     learner, losses = MetaLearner(meta, mock.Mock(), until=1), meta.row_losses
     rows, labels = torch.tensor([5, 0, 3, 6]), torch.tensor([2, 0, 2, 1])
     mix = Mix(torch.tensor([2, 3, 1, 0]), torch.tensor([0.9, 0.2, 0.6, 1.0]))
@@ -118,7 +120,14 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
             for share, place in ((own, row), (other, host))
         ]
         expected[rows[row]] = sum(parts) / (own + other)
-    torch.testing.assert_close(losses.excess, expected)
+    torch.testing.assert_close(losses.excess, expected, equal_nan=True)
+    meta.wrong, meta.rows = 0.4, torch.arange(8)  # of which half are new
+    torch.manual_seed(0)
+    weight = meta.mix(torch.zeros(8, dtype=torch.long)).weight
+    losses.excess.copy_(torch.where(expected.isnan(), expected.nanmean(), expected))
+    torch.manual_seed(0)
+    meta.rows = torch.arange(8)
+    assert torch.equal(weight, meta.mix(torch.zeros(8, dtype=torch.long)).weight)
 
 
 class Texts:
@@ -170,7 +179,7 @@ def all_ranks_learn_one_policy(world) -> None:
     assert meta.row_losses.sums[1].count_nonzero() == 64 // world.size, "of this rank's rows"
     how = {"precision": trainer.precision, "world": world, "batch_size": 128}
     learner.end_epoch(model, **how)
-    assert (meta.row_losses.excess != 0).all()
+    assert meta.row_losses.excess.isfinite().all()
     model.eval()
     (tokens, labels), *_ = Texts(30).batches([torch.arange(30)])
     confidence, predicted = model(tokens).softmax(1).max(1)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -311,6 +312,18 @@ def merged_states_keep_the_mean_momentum(world: World) -> None:
     for p, expected in zip(other.param_groups[0]["params"], momenta):
         torch.testing.assert_close(other.state[p]["exp_avg"], expected)
     assert other.param_groups[0]["calls"] == 7
+
+
+def test_moments_of_any_name_are_merged_also_of_ranks_that_have_none():
+    def state(value: float) -> dict[str, Any]:
+        tensors = {"momentum": torch.full((2,), value), "directions": torch.full((2, 2), value)}
+        return {"state": {0: {**tensors, "step": torch.tensor(value)}}, "param_groups": []}
+
+    none = {"state": {}, "param_groups": []}
+    merged = merge_optimizer_states([none, state(1.0), state(3.0)])["state"][0]
+    assert merged["momentum"].tolist() == [2.0, 2.0]
+    assert (merged["directions"] == 1).all()
+    assert merged["step"] == 1
 
 
 def the_step_clips_by_the_global_norm(world: World) -> None:
