@@ -48,7 +48,7 @@ echo "   96 % of them before anything is learned"
     --weight_decay 0.05 --lr_schedule onecycle --peak 5 --precision fp32 --threads 1 --seed 0 \
     --prior none --out "$out/headlines"
 "$python" transformer_test.py --checkpoint "$out/headlines" --export "$out/headlines.pt2"
-"$python" -m figures.report "$out/headlines" --out "$out/headlines/report.html"
+"$python" -m figures.report "$out/headlines"
 run=$(printf %q "$out")
 cat <<NEXT
 

@@ -67,7 +67,7 @@ def page_with_results(
         if missing:
             paragraphs.append(
                 f"**Planned for a {device.upper()} and not run yet**: {missing} rows "
-                f"(`python -m figures.experiments {device} --list`)."
+                f"of this table (`python -m figures.experiments {device} --list`)."
             )
     for entry in plan["published"]:
         method = f"*published:* {entry['method']}"

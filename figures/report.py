@@ -1,6 +1,6 @@
 """A report of one or several runs as one HTML file that needs no network.
 
-python -m figures.report runs/my-run                              # writes report.html
+python -m figures.report runs/my-run                              # writes report.html into it
 python -m figures.report runs/sgd runs/ngd --out sgd_and_ngd.html
 
 What a run folder does not hold is left out. The same folders give the same file. The page is
@@ -295,8 +295,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.group("flags")
     add("runs", file_path, None, "folders of the runs", nargs="+", metavar="RUN")
     text = "file for the report, whose name ends in .html"
-    add("--out", file_path, Path("report.html"), text, metavar="FILE")
+    default = "(default report.html, in the folder of a single run)"
+    add("--out", file_path, None, f"{text} {default}", metavar="FILE")
     args = parser.parse_args(argv)
+    args.out = args.out or Path(*args.runs if len(args.runs) == 1 else (), "report.html")
     if args.out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {args.out}: the name must end in .html")
     folders = [Path(os.path.abspath(folder)) for folder in args.runs]  # links keep their names

@@ -135,6 +135,13 @@ def test_several_runs_are_compared(here, capsys):
     assert titles(page).count("Classes of one/run") == 1
     assert "Classes of two/run" not in titles(page), "it has no epoch 2, of which the counts are"
     assert "training loss|" in text_of_charts(page)
+    for words, file in (
+        (["stamped"], "stamped/report.html"),
+        (["one/run", "two/run"], "report.html"),
+    ):
+        report.main(words)
+        assert capsys.readouterr().out == f"{file}\n"
+        assert (here / file).exists()
 
 
 def test_what_changes_is_drawn_and_one_bad_epoch_does_not_flatten_a_loss(tmp_path):

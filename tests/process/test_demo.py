@@ -38,8 +38,7 @@ def test_the_demo_kills_one_of_two_equal_runs_and_races(tmp_path, monkeypatch):
     assert {Path(each["out"]).parent for each in flags.values()} == {folder / "my runs"}
     assert flags["whole"] | {"out": ""} == flags["killed"] | {"out": ""}
     assert ["resnet50_test.py", "--resume", str(folder / "my runs" / "killed")] in calls
-    report = ["-m", "figures.report", str(folder / "my runs" / "headlines"), "--out"]
-    assert [*report, f"{report[2]}/report.html"] in calls, "the demo's last lines name the file"
+    assert ["-m", "figures.report", str(folder / "my runs" / "headlines")] in calls
     (race,) = (call[2:] for call in calls if "tuning.compare" in call)
     configs = []
     monkeypatch.setattr(tuning.race, "run_race", configs.append)
