@@ -1,4 +1,4 @@
-"""Mixup, its variants, and meta-mixup, which learns whether labels are wrong.
+"""Mixup, its variants, and meta-mixup, which learns how much to mix.
 
 Mixing. Every sample of a batch is mixed with a partner from the same batch, and so are their
 labels (arXiv:1710.09412). lambda is the weight of the unpermuted sample, everywhere:
@@ -13,8 +13,8 @@ Hidden representations are mixed in the same way: `blend` takes any (batch, ...)
 functions are pure, never wait for the device, and take their randomness from `generator` (None is
 torch's default one).
 
-Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong. Where they are right it
-stops to mix; where they are wrong, samples whose label the network doubts give way to others.
+Meta-mixup. `MetaMixup` learns on held-out rows how many labels are wrong. Where they are, samples
+whose label the network doubts give way to their partners.
 
     meta = MetaMixup(len(training_set))
     meta.rows = rows                             # of the batch, before each step
@@ -442,9 +442,9 @@ class MetaMixup:
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
     is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
-    Partners are sampled as by `mixup`, and lambda0 ~ Beta(strength, strength) for each sample,
-    mildly until the rows say something. Where labels are right, nothing is mixed. Where they are
-    wrong,
+    Partners are sampled as by `mixup`. Until labels are known to be wrong, lambda is that of
+    Beta(0.2, 0.2) for each sample, or of alpha if that is less. From then on
+    lambda0 ~ Beta(alpha, alpha), and
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
@@ -488,14 +488,6 @@ class MetaMixup:
         self.mixed_rows = self.rows  # of the last one
 
     @property
-    def strength(self) -> float:
-        """The alpha of the next batches: 0.2 at first, 0 where labels are right, else `alpha`."""
-        if self.wrong:
-            return self.alpha
-        is_right = self.shares is not None and self.shares[0] < self.LEAST_WRONG
-        return 0.0 if is_right else min(self.alpha, self.MILD_ALPHA)
-
-    @property
     def slope(self) -> float:
         """How much the difference of two doubts shifts lambda's logit, in its deviations."""
         return min(self.SLOPE * self.wrong, self.LARGEST_SLOPE)
@@ -503,11 +495,9 @@ class MetaMixup:
     def mix(self, labels: Tensor) -> Mix:
         """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
-        count, device, alpha = len(labels), labels.device, self.strength
-        if not alpha:
-            own = torch.arange(count, device=device)
-            return Mix(own, torch.ones(1, device=device).expand(count))
+        count, device = len(labels), labels.device
         partner = torch.randperm(count, device=device)
+        alpha = self.alpha if self.wrong else min(self.alpha, self.MILD_ALPHA)
         logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
         if self.wrong and len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]  # that of others for a new row

@@ -299,7 +299,7 @@ def create_loss(
         if data.held_out is None:
             print(f"samples are mixed {first}")
         elif until < 2:
-            print("samples are mixed mildly: fewer than 3 epochs cannot say which labels are wrong")
+            print("warning: fewer than 3 epochs cannot say how many labels are wrong")
         else:
             rows = f"{len(data.held_out)} rows are held out {first}"
             print(f"{rows}, and say how many labels are wrong: mixing follows them")

@@ -43,7 +43,7 @@ class MetaLearner:
     def mixes(self, epoch: int) -> bool:
         """Whether the samples of an epoch, counted from 0, are mixed; asked at its start."""
         self.is_over |= epoch >= self.until
-        return not self.is_over or self.meta.strength > 0
+        return not self.is_over or self.meta.wrong > 0
 
     def end_epoch(self, model: nn.Module, *, world: World, **how: Any) -> dict[str, float]:
         """End an epoch of the policy by `outputs`; return what it adds to the row; collective."""
@@ -61,10 +61,10 @@ class MetaLearner:
 
     def describe(self, number: int) -> str:
         """What is done from the epoch of a number on, counted from 1, as a line of the log."""
-        mixed = "samples are mixed mildly" if self.meta.strength else "nothing is mixed"
+        has_joined = number > self.until
+        mixed = "nothing is mixed" if has_joined else "samples are mixed mildly"
         if self.meta.wrong:
             mixed = f"samples are mixed, as about {self.meta.wrong:.0%} of the labels are wrong"
-        has_joined = number > self.until
         rows = f"; {len(self.held_out)} held-out rows are trained on" if has_joined else ""
         return f"from epoch {number} on {mixed}{rows}"
 

@@ -484,13 +484,13 @@ class Trainer:
         learned: dict[str, float] = {}
         if self.meta_learner is not None:
             self.clock.start()  # as a part of the training
-            meta = self.meta_learner.meta
-            strength, wrong = meta.strength, meta.wrong
+            before = self.meta_learner.meta.wrong
             learned = self.meta_learner.end_epoch(self.model, **self.inference)
-            has_changed = meta.strength != strength or number == self.meta_learner.until
+            wrong = self.meta_learner.meta.wrong
+            has_changed = bool(wrong) != bool(before) or number == self.meta_learner.until
             if has_changed and number < self.config.epochs:
                 self.log.info(self.meta_learner.describe(number + 1))
-            if self.graph is not None and (meta.strength, meta.wrong) != (strength, wrong):
+            if self.graph is not None and wrong != before:
                 self.graph.invalidate()  # it is a constant of a recorded step
             self.clock.add_elapsed()
         row = self.row(number, totals, evaluated)

@@ -164,10 +164,15 @@ def test_what_trials_have_in_common_names_own_data_and_its_files(here):
     own = "--dataset folder --data_dir"
     assert common(f"{own} cats") != common(f"{own} dogs")
     assert common("--data_dir a") == common("--data_dir b")
-    for folder, files in (("cats", {"train__csv": "image,label\n"}), ("cats/test", {"a": ""})):
+    files = {
+        "cats": {"train__csv": "image,label\n"},
+        "cats/test": {"a": ""},
+        "cats/test/x": {"b": ""},
+    }
+    for folder, new in files.items():
         before = common(f"{own} cats")
-        conftest.write(here / folder, **files)
-        assert common(f"{own} cats") != before, files
+        conftest.write(here / folder, **new)
+        assert common(f"{own} cats") != before, folder
 
 
 def test_a_recipe_of_one_optimizer_gives_another_one_nothing(here):
