@@ -267,7 +267,7 @@ def test_hopeless_trials_are_pruned_and_failures_recorded(run_sweep, tmp_path, m
 
 
 def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
-    script = TargetScript.read("resnet50_test.py", ["--subset", "0.1", "--seed", "2"])
+    script = TargetScript.read("resnet50_test.py", ["--seed", "2", "--device", "cpu"])
     settings = {"val_fraction": 0.1, "jobs": 1, "nproc": 1, "out": tmp_path, "seeds": 2}
     names = enumerate(("adamw", "adamw", "sgd", "lamb"))
     found = [SimpleNamespace(number=n, params={"optimizer": name}) for n, name in names]
@@ -277,6 +277,9 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
     rates = {"defaults": 0.12, "trial 0": 0.003, "trial 2": 0.1}
     assert {each["arm"]: each["lr"] for each in values} == rates
     assert [each["seed"] for each in values] == [1, 1, 1, 3, 3, 3], "not that of the search"
+    assert run.call_args.args[0].script.given["device"] == "cpu", "where no GPUs are divided"
+    arms = compare.read_arms(script, [], flag="weights", values=["my run/best.pt", "b.pt"])
+    assert arms[0].script.given["weights"] == "my run/best.pt"
 
 
 def test_a_sweep_without_a_complete_trial_makes_no_recipe(run_sweep, tmp_path):
@@ -394,6 +397,7 @@ def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsew
 
 def test_a_wrong_race_is_one_line(run_sweep, here):
     conftest.write(here, a__yaml="epochs: 1\n", b__yaml="epochs: 2\n", val__csv="")
+    conftest.write(here, own__yaml="dataset: folder\ndata_dir: .\n")
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
@@ -406,6 +410,7 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
         ("--optimizers sgd adamw --dataset folder --data_dir .", "has no test set"),
+        ("--vary recipe=own.yaml,own.yaml", "has no test set"),
         ("--optimizers sgd adamw --folds 5 --seeds 3", "--folds and --seeds"),
         ("--optimizers sgd adamw --dataset folder --data_dir . --folds 5", "has a validation set"),
         ("--optimizers sgd adamw --fold 1/5", "--fold: the search sets this flag"),
