@@ -36,9 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-TEXT_KINDS = ("none", "mixup", "inter_class", "intra_class", "meta")
+TEXT_KINDS = ("none", "mixup", "inter_class", "meta")
 KINDS = (*TEXT_KINDS, "fmix", "cutmix")  # the last ones need height and width
-FORMER_KINDS = {"intra": "inter_class", "attention": "fmix"}
 
 FMIX_DECAY = 3.0  # power of the frequency by which the amplitudes of FMix's noise fall
 LEAST_SHARE = 1e-4  # of a mix, beyond which its logarithm says nothing
@@ -130,30 +129,10 @@ def inter_class(
     Args:
         labels, alpha, weight, generator: as of `mixup`.
     """
-    eligible = labels[:, None] != labels
-    return _among(eligible, alpha, weight=weight, generator=generator)
-
-
-def intra_class(
-    labels: Tensor,
-    alpha: float,
-    *,
-    weight: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Mix:
-    """Sample as `inter_class`, but partners only of the same class: labels stay as they are."""
-    eligible = (labels[:, None] == labels).fill_diagonal_(False)
-    return _among(eligible, alpha, weight=weight, generator=generator)
-
-
-def _among(
-    eligible: Tensor, alpha: float, *, weight: float | None, generator: torch.Generator | None
-) -> Mix:
-    """Sample partners evenly among those that are `eligible` (batch, batch) for each sample."""
-    device = eligible.device
-    scores = torch.rand(eligible.shape, generator=generator, device=device)
-    best, partner = scores.masked_fill_(~eligible, -1.0).max(1)
-    weights = sample_beta(alpha, len(best), weight=weight, device=device, generator=generator)
+    count, device = len(labels), labels.device
+    scores = torch.rand((count, count), generator=generator, device=device)
+    best, partner = scores.masked_fill_(labels[:, None] == labels, -1.0).max(1)
+    weights = sample_beta(alpha, count, weight=weight, device=device, generator=generator)
     return Mix(partner, torch.where(best < 0, 1.0, weights))
 
 
@@ -249,7 +228,6 @@ def sample_mix(
     kinds: dict[str, Callable[..., Mix]] = {
         "mixup": mixup,
         "inter_class": inter_class,
-        "intra_class": intra_class,
         "fmix": fmix,
         "cutmix": cutmix,
     }

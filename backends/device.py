@@ -23,18 +23,16 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     """Return the device of a process and make it torch's current one.
 
     Args:
-        name: 'cpu', 'cuda', 'cuda:N', 'mps', or 'auto', which is 'cuda' where there is one.
+        name: 'cpu', 'cuda', 'cuda:N', or 'auto', which is 'cuda' where there is one.
         local_rank: number of this process on its node, which 'cuda' takes as the number of the GPU.
     Raises:
         InputError: the device does not exist, or there are more processes than GPUs.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise InputError(f"device {name}: use auto, cpu, mps, cuda or cuda:N")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise InputError(f"device {name}: use auto, cpu, cuda or cuda:N")
     device = torch.device(name)
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise InputError(f"device mps: torch {torch.__version__} sees no GPU of Apple; use cpu")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -53,14 +51,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def is_here(name: str) -> bool:
     """Return whether this machine has the device of this name."""
     kind, _, index = name.partition(":")
-    if kind == "mps":
-        return torch.backends.mps.is_available()
     return kind != "cuda" or int(index or 0) < torch.cuda.device_count()
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on Apple's GPUs, which have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -70,7 +61,7 @@ def has_bf16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and torch_compat.cpu_has_bf16()
+    return torch_compat.cpu_has_bf16()
 
 
 def num_cores() -> int:

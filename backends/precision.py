@@ -29,7 +29,7 @@ class Precision:
     """How forward and backward passes compute."""
 
     name: str  # one of `PRECISIONS` except 'auto'
-    device_type: str  # 'cpu', 'cuda' or 'mps'
+    device_type: str  # 'cpu' or 'cuda'
     dtype: torch.dtype | None = None  # of torch's autocast; None without autocast
 
     def autocast(self) -> contextlib.AbstractContextManager:
@@ -81,8 +81,6 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         name = "bf16" if has_bf16(device) else "fp16" if device.type == "cuda" else "fp32"
     if name in nvidia_apex.LEVELS and (reason := nvidia_apex.unavailable_reason()):
         raise InputError(f"{name}: {reason}; fp16 is torch's own mixed precision")
-    if name != "fp32" and device.type == "mps":
-        raise InputError(f"{name} is not supported on mps; use fp32")
     if name == "tf32" and device.type != "cuda":
         raise InputError("tf32 needs a GPU; use bf16 or fp32 on a CPU")
     if device.type == "cuda":

@@ -8,7 +8,6 @@ from typing import Any
 
 from backends.cuda_graph import RECORDED_OPTIMIZERS
 from cli.flag_parser import OFF, ON, Not, Values, conditions_in_words, holds
-from cli.optimizers import OPTIMIZERS
 from cli.settings import BY_SLAMB, MEETING
 from errors import InputError
 from input_pipeline import own_data
@@ -18,7 +17,6 @@ GRAPH = {"backend": ("cudagraph",)}
 APEX = {"precision": ("apex_O1", "apex_O2")}
 SCALED = {"precision": ("fp16", *APEX["precision"])}
 NOT_OF_SHARDS = {"optimizer": Not(("sgd", "adamw", "ngd"))}
-IN_FLOAT64 = {"optimizer": [name for name in OPTIMIZERS if name not in ("sgd", "adamw")]}
 NOT_RECORDED = {"optimizer": Not(RECORDED_OPTIMIZERS)}
 CORRECTED = {"grad_compress": Not(("none", "fp16", "bf16"))}
 COMPRESSED = {"grad_compress": ON}
@@ -71,14 +69,10 @@ CONFLICTS: Sequence[tuple[Sequence[Values], Sequence[Values], str]] = (
     ([{"label_separator": ON}], [{"dataset": Not(own_data.DATASETS)}],
      "each row of that data has one label; leave it out"),
     ([{"label_separator": ON}], [{"balanced_sampling": ON}, {"label_noise": ON},
-                                 {"mixup": ("inter_class", "intra_class", "meta")}],
+                                 {"mixup": ("inter_class", "meta")}],
      "it needs one label a row; leave it out, or use --class_weights balanced or --mixup mixup"),
     ([{"best_by": ("map", "micro_f1")}], [{"label_separator": OFF}],
      "it is measured where rows may have several labels; use --best_by accuracy or macro_f1"),
-    # ---- Apple's GPUs
-    ([{"device": ("mps",)}], [{"processes": ON}], "it is for one process; use --device cpu"),
-    ([{"device": ("mps",)}], [IN_FLOAT64, {"mixup": ON}, {"arch": ("vgg8",)}],
-     "it has no float64; use --optimizer sgd or adamw, and no mixing, or --device cpu"),
     # ---- precision and layers
     ([APEX], NOISE, "it needs torch's own loss scale; use --precision fp16"),
     ([{"backend": ("ort",)}], [{"precision": Not(("auto", "fp32"))}],

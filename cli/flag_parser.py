@@ -81,15 +81,14 @@ class Choice:
     """
 
     names: Collection[str]
-    former: Mapping[str, str] = field(default_factory=dict)  # present name by one that still works
     also: Callable[[str], bool] = lambda text: False  # whether another name can be chosen
 
     def __call__(self, text: str) -> str:
-        if not (text in self.names or text in self.former or self.also(text)):
+        if not (text in self.names or self.also(text)):
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not one of {', '.join(self.names)}{did_you_mean(text, self.names)}"
             )
-        return self.former.get(text, text)
+        return text
 
 
 def output_file(suffixes: Sequence[str], *, overwrite: bool) -> Callable[[str], str]:

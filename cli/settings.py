@@ -46,7 +46,7 @@ from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
-from mixup import FORMER_KINDS, mixup
+from mixup import mixup
 from models.hugging_face import is_hf
 from models.own_parts import is_own
 from optimizers import schedules
@@ -110,7 +110,7 @@ NESTEROV = [name for name, choice in OPTIMIZERS.items() if choice.nesterov]
 ALL_EPOCHS = {"end": 1.0}
 MIXUP_ARGS = {
     "mixup": own(mixup, "weight", "per_sample") | ALL_EPOCHS,
-    **dict.fromkeys(["inter_class", "intra_class"], own(mixup, "weight") | ALL_EPOCHS),
+    "inter_class": own(mixup, "weight") | ALL_EPOCHS,
     **dict.fromkeys(["fmix", "cutmix"], ALL_EPOCHS),
     "meta": {"held_out": 0.05, "end": 0.7},
 }
@@ -270,8 +270,8 @@ class Settings:
     base_bs: int = flag(count, 128, "global batch, in samples, for which --lr was tuned",
         metavar="N", only_with=[{"lr_scaling": ON}])
 
-    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, cuda:N, which all "
-        "processes share, or mps (Apple's GPU, not tested)", common=True, group="speed and devices")
+    device: str = flag(str, "auto", "auto (a GPU if there is one), cpu, cuda, or cuda:N, "
+        "which all processes share", common=True, group="speed and devices")
     precision: str = flag(Choice(PRECISIONS), "auto", "precision; auto is bf16 where the "
         "device has it, else fp16 on GPUs and fp32 on CPUs", common=True)
     deterministic: bool = flag(switch, False, "kernels that give the same bits in every run on a "
@@ -395,7 +395,6 @@ def script_parser(
     description: str | None, kind: type[S], learning_rates: Mapping[str, float]
 ) -> ScriptParser[S]:
     """The flags of a script, with its defaults of --lr by optimizer."""
-    former = {name: now for name, now in FORMER_KINDS.items() if now in kind.mixing}
     epochs = str(kind.defaults.get("epochs", USUAL_EPOCHS))
     batch = f"{kind.usual_batch_size}, of few rows fewer"
     for (dataset, arch), measured in kind.measured.items():
@@ -408,7 +407,7 @@ def script_parser(
             "help": f"samples of a process in one forward and backward pass (default {batch})"
         },
         "epochs": {"help": f"length of the run (default {epochs})"},
-        "mixup": {"type": Choice(kind.mixing, former)},
+        "mixup": {"type": Choice(kind.mixing)},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
     }
     for field, value in kind.defaults.items():

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.device import widest_float
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed import fsdp
@@ -175,7 +174,7 @@ def evaluate(
     widths = [num_classes * (is_kept or is_multilabel), num_classes if is_multilabel else 1, 1, 1]
     # Of each row: logits, targets, the predicted class, whether the right one is among the top 5.
     table = torch.zeros(len(data), sum(widths), device=world.device)
-    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for rows, logits, labels in outputs(model, data, world=world, **how):
         targets, likely = labels.view(len(labels), -1), logits.topk(min(TOP, num_classes)).indices
         is_likely = (likely == targets[:, :1]).any(1, keepdim=True)

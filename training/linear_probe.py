@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.device import widest_float
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed.world import World
@@ -115,7 +114,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
         weight (classes, width) and bias (classes,) of a linear layer.
     """
     mean, scale = features.mean(0), features.std(0, correction=0).clamp(min=1e-6)
-    inputs = ((features - mean) / scale).to(widest_float(features.device))
+    inputs = ((features - mean) / scale).to(torch.float64)
     weight = inputs.new_zeros(classes, inputs.shape[1], requires_grad=True)
     bias = inputs.new_zeros(classes, requires_grad=True)
     loss_fn = BinaryCrossEntropy() if labels.ndim > 1 else CrossEntropy()

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.device import widest_float
 from backends.execution import compile_seconds
 from distributed.world import World
 from training.progress import Progress
@@ -53,8 +52,7 @@ class StepSums:
         def __setattr__(self, name: str, value: Tensor) -> None: ...
 
     def __init__(self, device: torch.device) -> None:
-        dtype = widest_float(device)
-        self.values = torch.zeros(len(StepTotals._fields), dtype=dtype, device=device)
+        self.values = torch.zeros(len(StepTotals._fields), dtype=torch.float64, device=device)
         for name, view in zip(StepTotals._fields, self.values.unbind()):
             setattr(self, name, view)
 

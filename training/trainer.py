@@ -57,7 +57,7 @@ from training.weight_average import WeightAverage
 
 DIVERGED = 2  # what ranks that train apart vote for, beside 1 for a stop
 LARGE_RISE = 2  # of the learning rate in a step, as where a run is made longer
-LOG_INTERVAL = {"cpu": 1, "cuda": 20, "mps": 20}  # steps between two reads of the sums
+LOG_INTERVAL = {"cpu": 1, "cuda": 20}  # steps between two reads of the sums
 
 
 @dataclass(frozen=True)

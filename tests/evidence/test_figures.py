@@ -28,7 +28,6 @@ from cli.foreign_names import FOREIGN
 from conftest import FILES
 from errors import InputError
 from figures import draw, experiments, methods, pictures, run_logs
-from mixup import FORMER_KINDS
 
 ROOT = ranks.ROOT
 
@@ -81,7 +80,8 @@ def test_scripts_accept_the_commands_of_the_plan_whose_flags_its_logs_have(monke
             logged["optimizer"] = "kaldi_ngd"  # which had that name then
             common -= {"opt_args rank"}  # 80 was the default once, and no axis is longer than 64
         if "mixup" in logged:
-            logged["mixup"] = FORMER_KINDS.get(logged["mixup"], logged["mixup"])
+            former = {"intra": "inter_class"}
+            logged["mixup"] = former.get(logged["mixup"], logged["mixup"])
         if planned.get("batch_size") == 0:
             common -= {"batch_size"}  # by the rows
         if planned.get("backend") == "auto":

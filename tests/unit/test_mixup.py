@@ -23,7 +23,7 @@ def labels_of(count: int = 64, classes: int = 5):
     return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(0))
 
 
-@each_of("kind", ["mixup", "inter_class", "intra_class"])
+@each_of("kind", ["mixup", "inter_class"])
 def test_samples_have_the_given_weight(kind):
     mix = mixup.sample_mix(kind, labels_of(), alpha=1.0, weight=0.8, height=1, width=1)
     torch.testing.assert_close(mix.weight, torch.full((64,), 0.8))
@@ -78,11 +78,9 @@ def test_mixup_permutes_and_draws_one_lambda_or_one_each_and_classes_are_as_name
         mix = mixup.mixup(labels, 1.0, per_sample=per_sample)
         assert sorted(mix.partner.tolist()) == list(range(64))
         assert len(mix.weight.unique()) == count
-    for kind, is_same in ((mixup.inter_class, False), (mixup.intra_class, True)):
-        mix = kind(labels, 1.0)
-        assert ((labels[mix.partner] == labels) == is_same).all()
-        assert (mix.partner != torch.arange(64)).all()
-        assert (mix.weight < 1).all()
+    mix = mixup.inter_class(labels, 1.0)
+    assert (labels[mix.partner] != labels).all()
+    assert (mix.weight < 1).all()
 
 
 def test_fmix_cuts_out_a_shape_of_the_sampled_size_with_a_short_edge():
@@ -219,13 +217,12 @@ def test_the_flags_choose_the_loss(tmp_path):
         return factory.create_loss(args, run, data, **made)[0]
 
     for inside in (False, True):
-        loss_fn = create("--mixup intra --mixup_args weight=0.8 --label_smoothing 0.2", inside)
+        flags = "--mixup inter_class --mixup_args weight=0.8 --label_smoothing 0.2"
+        loss_fn = create(flags, inside)
         assert (loss_fn.model_mixes, loss_fn.unmixed.label_smoothing) == (inside, 0.2)
         loss_fn.sample_mix(labels_of(), height=3, width=4)
         (kind, _), named = sample_mix.call_args
-        assert (kind, named["alpha"], named["weight"]) == ("inter_class", 0.99, 0.8), (
-            "what intra was"
-        )
+        assert (kind, named["alpha"], named["weight"]) == ("inter_class", 0.99, 0.8)
         assert (named["height"], named["width"]) == (3, 4)
     assert create("").class_weights is None
     balanced = create("--class_weights balanced --mixup mixup").unmixed.class_weights
