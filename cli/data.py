@@ -227,7 +227,8 @@ def split_rows(
         with refused_as(f"--fold {settings.fold}"):
             number, folds = map(int, settings.fold.split("/"))
             fold = fold_of_rows(labels, folds, seed=FOLD_SEED, groups=groups)[rows]
-            val, train = parted(labels[rows], fold == number - 1, settings.fold)
+            is_val, has_groups = fold == number - 1, bool(groups)
+            val, train = parted(labels[rows], is_val, settings.fold, has_groups=has_groups)
         return {"train": rows[train], "val": rows[val]}
     with refused_as("--val_fraction"):
         val, train = held_out_rows(

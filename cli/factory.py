@@ -25,7 +25,7 @@ from backends import device, execution, onnx_runtime, torch_compat
 from backends.machine import commit_or_none, describe_machine, device_name
 from backends.precision import choose_precision
 from cli import compatibility
-from cli.data import Data, Run, class_numbers, policy_rows
+from cli.data import Data, Run, class_numbers, policy_rows, redrawn_by
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
@@ -577,7 +577,7 @@ def evaluate_checkpoint(settings: Settings, run: Run, data: Data) -> None:
         before = run.checkpoint.splits if run.checkpoint else {}
         now = data.metadata["data"]["splits"]
         is_known = all(split in before and is_same(before[split], now[split]) for split in now)
-        is_new = name == "test" or not is_known
+        is_new = name == "test" or not is_known or redrawn_by(run)
         why = "" if is_new else ", which also chose the best epoch"
         over = f", averaged over {views} views of each image" if views > 1 else ""
         what = "each label" if found.card.is_multilabel else "accuracy"

@@ -109,6 +109,7 @@ def parse(
             found.flags["lr"] *= found.progress["lr_factor"]
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
         found.changed = changed_flags(found.flags, flags, parser)
+        found.given = {**recipe, **given}.keys()
         if settings.predict or settings.export:
             use = "predict" if settings.predict else "export"
             ignored = {parser.flags[name].name for name in given if name not in OF_PREDICTION}

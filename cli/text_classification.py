@@ -178,11 +178,11 @@ def load_data(settings: TextSettings, run: Run, saved: SavedModel | None = None)
 
 
 def trained_columns(checkpoint: Checkpoint | None) -> ColumnChoice:
-    """The names of a checkpoint's columns, but for those that flags have changed."""
-    if not checkpoint or "--text_column" in checkpoint.changed:
+    """The names of a checkpoint's columns, but for those that flags choose now."""
+    if not checkpoint or "text_column" in checkpoint.given:
         return ColumnChoice()
     metadata = checkpoint.metadata
-    label = None if "--label_column" in checkpoint.changed else metadata["label_column"]
+    label = None if "label_column" in checkpoint.given else metadata["label_column"]
     return ColumnChoice(label, tuple(metadata["columns"]))
 
 

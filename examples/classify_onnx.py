@@ -25,7 +25,9 @@ def classify(path: str) -> dict[str, float]:
     left, top = ((length - side) // 2 for length in image.size)
     image = image.crop((left, top, left + side, top + side))
     if image.mode.startswith("I"):  # grey of 16 bits
-        image = Image.fromarray((np.array(image) / 257).round().astype(np.uint8))
+        grey = np.array(image)
+        grey[grey == image.info.get("transparency")] = 65_535  # white
+        image = Image.fromarray((grey / 257).round().astype(np.uint8))
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from input_pipeline.image_batches import FileDecoder, spread
+from input_pipeline.image_batches import FileDecoder
 from input_pipeline.image_datasets import ImageSplit
+from input_pipeline.sampler import spread
 from input_pipeline.text_datasets import TextSplit
 
 MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used

@@ -92,7 +92,8 @@ class CsvTable:
         for number, row in rows:
             label = row[self.label]
             cells = sorted(map(normalise, row)) if normalise(label) in known else []
-            is_again = cells == names or ((to_classify or not names) and has_both_names(cells))
+            is_again = cells == names and (len(cells) > 1 or not to_classify)
+            is_again |= (to_classify or not names) and has_both_names(cells)
             if (is_again and cells) or (not to_classify and NO_LABEL.fullmatch(label)):
                 raise InputError(
                     f"{self.path}, row {number} ({list_names(row)}): is no data; the header must "
@@ -223,7 +224,8 @@ def open_table(
             are label and text.
     """
     separator = choice.separator
-    read = table_reader(path, separator, has_label=has_label)
+    keeps_empty = separator is not None or not has_label
+    read = table_reader(path, separator, has_label=has_label, keeps_empty=keeps_empty)
     _, first = next(read())
     own = list(map(normalise, first))
     known = tuple(name for name in trained.texts if own.count(normalise(name)) == 1)
@@ -281,13 +283,18 @@ def numbered(labels: Sequence[Sequence[str]], classes: Sequence[str], *, several
 
 
 def table_reader(
-    path: Path, label_separator: str | None = None, *, has_label: bool = True
+    path: Path,
+    label_separator: str | None = None,
+    *,
+    has_label: bool = True,
+    keeps_empty: bool = False,
 ) -> Callable[[], Rows]:
     """Return what begins to read the rows of a file; see `open_table`.
 
     Args:
         label_separator: as of `ColumnChoice`. It does not separate columns, unless it is a comma or
             the only one; the cells of several labels are quoted there.
+        keeps_empty: as of `read_rows`.
     """
     suffix = path.suffix.lower()
     if suffix in OF_OBJECTS:
@@ -305,7 +312,7 @@ def table_reader(
     is_only = {each for each in first if len(each) == 1} == {label_separator}
     not_meant = label_separator if label_separator != "," and not is_only else None
     separator = next((each for each in found if len(each) == 1 and each != not_meant), alone)
-    return partial(read_rows, path, separator, least=1 + has_label)
+    return partial(read_rows, path, separator, least=1 + has_label, keeps_empty=keeps_empty)
 
 
 def utf8_lines(path: Path) -> Iterator[str]:
@@ -330,14 +337,22 @@ def utf8_lines(path: Path) -> Iterator[str]:
             yield from io.StringIO(text, newline="")
 
 
-def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int = 2) -> Rows:
-    """Yield the rows of a csv file that are not blank; with `least` 1 those of empty cells, too.
+def read_rows(
+    path: Path,
+    separator: str = ",",
+    *,
+    columns: int = 0,
+    least: int = 2,
+    keeps_empty: bool = False,
+) -> Rows:
+    """Yield the rows of a csv file that are not blank.
 
     Quotes enclose cells, but where tabs separate them: such files mostly do not quote their texts,
     and there a quote is an ordinary character.
 
     Args:
         columns: that each row must have; 0 is as many as the first row, at least `least`.
+        keeps_empty: rows of empty cells are no blank ones, as they may have no text and no label.
     Raises:
         InputError: the file is missing, empty or broken, or a row has another number of columns.
     """
@@ -352,12 +367,14 @@ def read_rows(path: Path, separator: str = ",", *, columns: int = 0, least: int 
     is_empty = True
     try:
         for number, row in enumerate(reader, 1):
-            if not row or (least > 1 and not any(cell.strip() for cell in row)):
+            if not row or (not keeps_empty and not any(cell.strip() for cell in row)):
                 continue
             if is_empty and len(row) < least and not columns:
+                wanted = "a comma, semicolon, tab or bar"
+                wanted = "a tab; name it .csv if it has commas" if separator == "\t" else wanted
                 raise InputError(
-                    f"{path}, row {number}: has one column; label and text are separated by a "
-                    "comma, semicolon, tab or bar"
+                    f"{path}, row {number}: has one column; label and text are separated by "
+                    f"{wanted}"
                 )
             columns = columns or len(row)
             if len(row) != columns:
@@ -444,8 +461,8 @@ def read_object_rows(
 ) -> Rows:
     """Yield the names of all objects as row 0, and the values of each object that is read.
 
-    Null, NaN and [] are empty, lists, objects and bytes `NESTED`; others but strings are as in
-    JSON. With a separator of labels a list of strings is `ListedNames`.
+    Null, NaN and [] are empty, lists, objects and bytes `NESTED`; numbers are as in JSON. With a
+    separator of labels a list of strings is `ListedNames`.
     """
 
     def cell(value: Any) -> str:
@@ -456,8 +473,8 @@ def read_object_rows(
             return NESTED if value else ""
         if value is None or value != value:
             return ""
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        return without_surrogates(text)
+        is_of_json = isinstance(value, bool | int | float)
+        return without_surrogates(json.dumps(value) if is_of_json else str(value))
 
     yield 0, names
     for number, value in read(path):

@@ -31,8 +31,8 @@ def check_data(
     compared, so that data that is decoded later costs nothing here. Collective.
 
     Args:
-        data: the splits by their names: the `labels` of all rows, and `marks()`, bytes that differ
-            where ranks would mean other rows of the same labels by the same numbers.
+        data: the splits by their names: the `labels` of all rows, and `marks()`, bytes by name
+            that differ where ranks would mean other rows of the same labels by the same numbers.
         trained: the metadata of the checkpoint that the run goes on from, or None.
         source: how the user named the data.
     Returns:
@@ -46,7 +46,10 @@ def check_data(
         splits[name] = {"rows": len(split.labels), "labels": digest[:DIGITS]}
     values: dict[str, Any] = {f"the {name} split": {**split} for name, split in splits.items()}
     for name, split in data.items():
-        values[f"the hash of the {name} files"] = splits[name]["marks"] = zlib.crc32(split.marks())
+        for mark, content in split.marks().items():
+            values[f"the hash of the {mark} of the {name} files"] = splits[name][mark] = zlib.crc32(
+                content
+            )
     check_equal(
         world, {**values, "the list of classes": classes}, advice="give all nodes the same data"
     )

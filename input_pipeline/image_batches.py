@@ -39,6 +39,7 @@ from distributed.world import World
 from errors import STOP_SIGNALS, InputError, in_one_line
 from input_pipeline.augmentation import Augmentation, RowChanges, draw_crops, scale_down
 from input_pipeline.image_datasets import ImageSplit, describe_damage
+from input_pipeline.sampler import spread
 
 STATISTICS_ROWS = 10_000  # images used for the mean and standard deviation of each channel
 STATISTICS_FILES = 2_000  # of files, which take long to decode
@@ -190,11 +191,6 @@ def channel_statistics(images: ImageSplit, decoder: FileDecoder) -> tuple[list[f
     return mean.tolist(), std.tolist()
 
 
-def spread(rows: int, most: int) -> Tensor:
-    """Row numbers, `most` of them at most, spread evenly."""
-    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
-
-
 def count_values(read: Callable[[], Tensor]) -> Tensor:
     """Read images, and count the pixels of each channel and value: (channels, 256) int64."""
     return torch.stack([one.flatten().bincount(minlength=256) for one in read().unbind(3)])
@@ -288,7 +284,7 @@ class FileDecoder:
                 for result in loader:
                     received, is_waiting = received + 1, False
                     if isinstance(result, InputError):
-                        raise result
+                        raise InputError(f"{result}{describe_damage(self.splits)}")
                     yield result
                     is_waiting = True
         finally:
@@ -306,12 +302,9 @@ class FileDecoder:
         """
         parts = [rows.chunk(max(1, self.workers)) for rows in row_batches]
         tasks = (images.reader(part, changes) for of_rows in parts for part in of_rows)
-        try:
-            with contextlib.closing(self.run(tasks)) as results:
-                for rows, of_rows in zip(row_batches, parts):
-                    yield rows, list(itertools.islice(results, len(of_rows)))
-        except InputError as error:
-            raise InputError(f"{error}{describe_damage(self.splits)}") from None
+        with contextlib.closing(self.run(tasks)) as results:
+            for rows, of_rows in zip(row_batches, parts):
+                yield rows, list(itertools.islice(results, len(of_rows)))
 
 
 class Tasks(Dataset):

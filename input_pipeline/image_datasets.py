@@ -54,6 +54,7 @@ from input_pipeline.own_data import (
     normal_form,
     unread_splits,
 )
+from input_pipeline.sampler import spread
 
 IMAGE_FORMATS = frozenset("AVIF BMP DIB GIF JPEG JPEG2000 MPO PNG PPM QOI TGA TIFF WEBP".split())
 """Formats of Pillow that people keep images in. Others are those of icons, documents and sensors,
@@ -66,6 +67,7 @@ FORMATS_OF_16_BITS = ("PNG", "PPM")  # have at most 16 bits, also where Pillow's
 THUMBNAIL = 96  # pixels a side at most of an image of a page
 IN_FOLDERS = "folder"  # names the folder below that of the class where there are no columns
 SEARCH_SECONDS = 30.0  # for damaged images beside the first one
+MARKED_FILES = 2000  # whose sizes tell a split from another of the same names
 RESIZE_ROWS = 4096  # images resized at a time, to keep memory low
 
 
@@ -96,9 +98,12 @@ class ImageSplit:
         labels = self.labels[rows]
         return dataclasses.replace(self, labels=labels, pixels=pixels, files=files, groups=tuple)
 
-    def marks(self) -> bytes:
-        """The names of the files: the same on each node, wherever the data lies there."""
-        return b"/".join(map(os.path.basename, [] if self.files is None else self.files))
+    def marks(self) -> dict[str, bytes]:
+        """The names of the files and sizes of some: the same on each node, wherever they lie."""
+        files: Sequence[bytes] = () if self.files is None else self.files.tolist()
+        some = [files[row] for row in spread(len(files), MARKED_FILES)]
+        sizes = " ".join(str(os.path.getsize(file)) for file in some)
+        return {"marks": b"/".join(map(os.path.basename, files)), "sizes": sizes.encode()}
 
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""
@@ -493,6 +498,7 @@ def to_8_bits(image: Image.Image, path: str | Path, *, file_format: str | None) 
     is_16_bit = image.mode == "I" and file_format in FORMATS_OF_16_BITS
     if is_16_bit or image.mode.startswith("I;16"):
         pixels = np.asarray(image).astype(np.float64)
+        pixels[pixels == image.info.get("transparency")] = 65_535  # white
         return Image.fromarray((pixels / 257).round().clip(0, 255).astype(np.uint8))
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floats"

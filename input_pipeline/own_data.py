@@ -143,6 +143,9 @@ def needed_splits(
     alone = [paths[split] for split in enough if split in paths]
     if alone or ("train" in paths and len(paths) > 1):
         return {"train": paths.get("train", *alone[:1]), **paths}
+    if "test" in enough:
+        problem = f"{root} has no test{form}, which is enough to evaluate; put the rows there"
+        raise InputError("; ".join([problem, *unread_splits(root, paths, suffixes)]))
     missing = root / f"{'test' if 'train' in paths else 'train'}{suffixes[0]}"
     source = f"{root}{form}" if "" in suffixes and not paths else f"train{form}"
     problem = (

@@ -183,6 +183,11 @@ def stratified_rows(labels: Tensor, fraction: float, *, seed: int) -> tuple[Tens
     return is_drawn.nonzero().flatten(), (~is_drawn).nonzero().flatten()
 
 
+def spread(rows: int, most: int) -> Tensor:
+    """Row numbers, `most` of them at most, spread evenly."""
+    return torch.linspace(0, rows - 1, min(rows, most), dtype=torch.float64).long()
+
+
 def fold_of_rows(labels: Tensor, folds: int, *, seed: int, groups: Sequence[str] = ()) -> Tensor:
     """Deal the rows into folds, each of which has about the same share of each class.
 
@@ -235,21 +240,29 @@ def held_out_rows(
         drawn, _ = stratified_rows(labels, fraction, seed=seed)
         is_drawn = torch.zeros(len(labels), dtype=torch.bool)
         is_drawn[drawn] = labels.bincount()[labels[drawn]] > 1
-    return parted(labels, is_drawn, f"{fraction:g}")
+    return parted(labels, is_drawn, f"{fraction:g}", has_groups=bool(groups))
 
 
-def parted(labels: Tensor, is_held_out: Tensor, share: str) -> tuple[Tensor, Tensor]:
-    """Return (validation rows, training rows), both sorted; `share` is what a message begins with.
+def parted(
+    labels: Tensor, is_held_out: Tensor, share: str, *, has_groups: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (validation rows, training rows), both sorted.
 
+    Args:
+        share: what a message begins with.
+        has_groups: whether rows were held out by their groups, which may hold a whole class.
     Raises:
         ValueError: a class has no training rows, or there are no validation rows.
     """
     val, train = is_held_out.nonzero().flatten(), (~is_held_out).nonzero().flatten()
     classes = set(labels.tolist())
     if without := classes - set(labels[train].tolist()):
+        advice = "give a smaller one"
+        if has_groups:
+            advice = "each class needs rows of several groups, or leave such a class out"
         raise ValueError(
             f"{share} leaves no training rows of {len(without)} of the {len(classes)} classes "
-            f"({len(labels)} rows in all); give a smaller one"
+            f"({len(labels)} rows in all); {advice}"
         )
     if not len(val):
         raise ValueError(

@@ -97,9 +97,9 @@ class TextSplit:
         """Return the beginning of a row's text, for a page."""
         return {"text": shorten(self.texts[row], SHOWN_CHARACTERS)}
 
-    def marks(self) -> bytes:
+    def marks(self) -> dict[str, bytes]:
         """The lengths of the texts, which tell other rows apart without reading the texts again."""
-        return self.texts.sizes.tobytes()
+        return {"marks": self.texts.sizes.tobytes()}
 
 
 def clean_text(text: str) -> str:

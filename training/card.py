@@ -176,8 +176,8 @@ class TextCard(Outputs):
         names = ("classes", "max_len", "tokenizer", "encoder", "pad")
         metadata = {
             "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
-            "texts": "HTML tags, entities and URLs removed, backslashes as spaces, NFC, single "
-            "spaces",
+            "texts": "HTML entities decoded, then tags and URLs removed, backslashes as spaces, "
+            "NFC, single spaces",
             **self.described(),
             **{name: getattr(self, name) for name in names},
             "flags": {name: getattr(self, name) for name in ("arch", "max_len", "model_args")},

@@ -16,7 +16,7 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Checkpoint:
     warning: str = ""  # a line, where the file is not the one that was to be read
     # What is not as in the run that wrote it, by the names of flags: [before, now].
     changed: dict[str, list[Any]] = field(default_factory=dict)
+    given: Collection[str] = ()  # flags that this start names, with the same values or others
 
     @property
     def flags(self) -> dict[str, Any]:

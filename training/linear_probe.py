@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from backends.execution import without_compilation
 from backends.precision import Precision
 from distributed.world import World
-from input_pipeline.baseline import spread
 from input_pipeline.dataset import BatchedDataset
+from input_pipeline.sampler import spread
 from training import evaluation
 from training.losses import BinaryCrossEntropy, CrossEntropy
 

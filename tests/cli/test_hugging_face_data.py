@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,9 @@ def test_a_parquet_table_reads_as_the_others_do(tmp_path):
         folder = write_parquet(tmp_path / str(number), *tables)
         assert read(folder) == (EXPECTED, ["ham", "spam"]), kind
     assert [*read_text_files(folder / "test.parquet")[0].values()] == [{1: "Hello there"}]
+    prices = [Decimal("1.50"), Decimal("2")]
+    folder = write_parquet(tmp_path / "prices", pandas.DataFrame({"text": "ab", "label": prices}))
+    assert read(folder)[1] == ["1.50", "2.00"]
     several = datasets.List(datasets.ClassLabel(names=CLASSES))
     nested = {"who": [{"name": "x"}] * 3, "text": ["a", "b", "c"], "label": [[0, 1], [], [1]]}
     who = {"name": datasets.Value("string")}

@@ -116,6 +116,10 @@ def test_labels_of_csv_and_of_lists_in_jsonl_are_read_alike(tmp_path):
         to_classify = ColumnChoice(texts=("2" if name == "csv" else "text",), separator="|")
         found = read_text_files(path, to_classify)[0][path]
         assert [*found.values()] == ["one", "two, three", "four"], "as in training"
+    empty = "label,text\na|b,x\n,\nb,y\n,\n"  # rows without a label and a text are rows
+    folder = write(tmp_path / "empty", train__csv=empty, test__csv=empty)
+    splits, _ = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))
+    assert splits["test"].labels.tolist() == [[1, 1], [0, 0], [0, 1], [0, 0]]
     lines = '{"label": ["a|b", "c"], "text": "x"}\n{"label": ["c"], "text": "y"}\n'
     folder = write(tmp_path / "names", train__jsonl=lines, test__jsonl=lines)
     splits, classes = read_text_splits("csv", str(folder), choice=ColumnChoice(separator="|"))

@@ -182,10 +182,12 @@ def test_a_header_is_one_wherever_it_stands_in_texts_to_classify(tmp_path):
         rows = f"{header}\n" + "".join(f"{word}{mark and mark + 'a'}\n" for word in ("Good", "Bad"))
         path.write_text(rows)
         assert list(read_text_files(path)[0][path].values()) == ["Good", "Bad"]
-        if header:
-            path.write_text(f"{rows}{header.upper()}\n")
+        path.write_text(f"{rows}{header.upper()}\n")
+        if mark:
             with pytest.raises(InputError, match=NO_DATA):
                 read_text_files(path)
+        elif header == "text":  # which a row of a single column may be as well
+            assert list(read_text_files(path)[0][path].values()) == ["Good", "Bad", "TEXT"]
 
 
 def test_wrong_files_are_refused(refused, tmp_path):
@@ -228,6 +230,10 @@ def test_a_run_is_evaluated_and_classifies_by_its_own_columns_and_classes(tmp_pa
         for file in ("test", "moved"):
             predict = f"--checkpoint {tmp_path}/{out} --predict {folder}/{file}.csv"
             assert run("texts", predict).splitlines()[2].startswith("word 0: ")
+    write(folder, chosen__csv="text,other\nword 0,word 1\n")
+    chosen = f"--checkpoint {tmp_path}/numbered --predict {folder}/chosen.csv --text_column"
+    for column, word in (("2", "word 1"), ("1", "word 0"), ("other", "word 1")):
+        assert run("texts", chosen, column).splitlines()[2].startswith(word), "a flag wins"
     lacking = "".join(line + "\n" for line in table.splitlines() if not line.endswith("x"))
     other = write(tmp_path / "other", train__csv=lacking, test__csv=lacking)
     for data, accuracies in ((folder, ["100.00"] * 3), (other, ["0.00", "100.00", "100.00"])):

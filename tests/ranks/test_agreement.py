@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import sys
 
@@ -84,7 +85,11 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
             (f"{FLAGS} --grad_compress sign {fp16}", "", f"sign is not supported with {fp16}"),
             (FLAGS, f"--resume {tmp_path}/done", "the checkpoint is None on rank 0 and [32, "),
             (f"{images} {one}", f"--data_dir {other}", "the train split is {'rows': 16, "),
-            (f"{images} {one}", f"--data_dir {renamed}", "the hash of the train files is "),
+            (
+                f"{images} {one}",
+                f"--data_dir {renamed}",
+                "the hash of the marks of the train files is ",
+            ),
             (f"{images} {one}", "--data_dir nowhere", "nowhere"),
         ],
         is_named,
@@ -99,7 +104,13 @@ def test_a_resume_with_other_data_is_reported_or_refused(here):
     other = first.rename(first.with_name("other.png"))
     console = run("images", "--checkpoint run --evaluate --data_dir data")
     assert "the train split has 16 rows with other labels or files" in console
-    other.unlink()
+    other.rename(first)
+    write_images(here / "same_names", "ab", rows=8, size=9)
+    console = run("images", "--checkpoint run --evaluate --data_dir same_names/train")
+    assert "the train split has 16 rows with other labels or files" in console
+    assert re.findall(r"of (\d+)\n", console) == ["8", "8"], "all of them"
+    assert "also chose" not in console
+    first.unlink()
     for words, what in (
         ("--checkpoint run --evaluate", "may have trained on some of the rows that are evaluated"),
         ("--resume run --epochs 2", "has trained on some of the rows now held out"),

@@ -86,6 +86,10 @@ WRONG_FOLDERS = [
     (lambda root: os.truncate(root / "train" / "cat" / "03.png", 100), "train/cat/03.png"),
     # A worker process notices this one where images are streamed.
     (lambda root: os.truncate(root / "test" / "cat" / "03.png", 100), "test/cat/03.png"),
+    (
+        lambda root: [os.truncate(path, 100) for path in (root / "train").glob("*/03.png")],
+        "of 24 images 2 cannot be read: ",
+    ),
 ]
 
 

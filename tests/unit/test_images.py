@@ -296,6 +296,8 @@ def test_grey_pixels_of_16_bits_are_scaled(suffix, tmp_path):
     expected = [[0, 1], [100, 255]]
     assert read_image(path, 2, channels=1)[:, :, 0].tolist() == expected
     assert read_image(path, 2)[:, :, 2].tolist() == expected
+    Image.fromarray(values).save(tmp_path / "clear.png", transparency=257)
+    assert read_image(tmp_path / "clear.png", 2)[:, :, 0].tolist() == [[0, 255], [100, 255]]
 
 
 def test_pixels_without_a_common_range_are_refused(tmp_path):
