@@ -265,8 +265,8 @@ def blend(x: Tensor, mix: Mix) -> Tensor:
 
 def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[rows]; in channels_last it is three times as fast as torch's indexing."""
-    if x.ndim == 4 and x.stride(1) == 1:
-        return x.permute(0, 2, 3, 1).index_select(0, rows).permute(0, 3, 1, 2)
+    if x.ndim in (4, 5) and x.stride(1) == 1:
+        return x.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
     return x.index_select(0, rows)
 
 
@@ -297,7 +297,7 @@ def cross_entropy(
     """
     if labels.ndim > 1 and (mix.box or mix.weight_map is not None):
         raise ValueError("labels of pixels are mixed by one weight a sample: use mixup")
-    scores = logits.log_softmax(1)
+    scores, labels = logits.log_softmax(1), labels.long()
     if class_weights is not None:
         scores = scores * class_weights.view(-1, *[1] * (scores.ndim - 2))
     partner_labels = labels.index_select(0, mix.partner)
@@ -361,6 +361,7 @@ class RowLosses:
             mix: how it was mixed.
         """
         scores, rows = logits.detach().float().log_softmax(1), rows.to(logits.device)
+        labels = labels.long()
         of_one_class = labels == labels[mix.partner]
         for place, share in (
             (torch.arange(len(rows), device=rows.device), mix.weight),
@@ -477,7 +478,7 @@ class MetaMixup:
         partner = torch.randperm(count, device=device)
         alpha = self.alpha if self.wrong else min(self.alpha, self.MILD_ALPHA)
         logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
-        if self.wrong and len(self.mixed_rows) == count > 1:
+        if self.wrong and self.alpha and len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]  # that of others for a new row
             excess = torch.where(excess.isnan(), excess.nanmean(), excess).nan_to_num()
             difference = excess[partner] - excess

@@ -136,12 +136,15 @@ def with_batch_size(settings: S, run: Run, data: Data) -> S:
     """The settings, with --bs by the training rows where it was not given.
 
     It is the settings' usual one, or less where an epoch would have fewer steps than they want. A
-    resumed run whose batch is larger than the rows of more processes gets one that fits.
+    resumed run whose batch is larger than the rows of more processes gets the largest that fits.
     """
-    rows, is_resumed = len(data.train), run.checkpoint is not None
-    if settings.batch_size and not (is_resumed and global_batch_size(settings, run.world) > rows):
-        return settings
-    ranks = settings.accumulate * run.world.size
+    rows, ranks = len(data.train), settings.accumulate * run.world.size
+    if settings.batch_size:
+        fitting, changed = max(1, rows // ranks), run.checkpoint.changed if run.checkpoint else None
+        if changed is None or "--bs" in changed or settings.batch_size <= fitting:
+            return settings
+        changed["--bs"] = [settings.batch_size, fitting]
+        return replace(settings, batch_size=fitting)
     steps = settings.fewest_steps if settings.dynamic_batch == "none" else CHANGING_STEPS
     batch = max(round(rows / steps / ranks), SMALLEST_BATCH)
     usual = settings.usual_batch(ranks)

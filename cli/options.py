@@ -344,7 +344,7 @@ def recipe_arguments(
         for key, value in entries.items():
             name = str(key)
             known = parser.find(name.partition(".")[0])
-            if known is not None and known.scope is Scope.START:
+            if name == "help" or (known is not None and known.scope is Scope.START):
                 problem = "a recipe cannot hold this flag; give it on the command line"
                 raise InputError(f"{name}: {problem}")
             words = flag_arguments(name, value, parser)

@@ -131,6 +131,9 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows))
     seconds = training_seconds(row) if "seconds" in row else 0
     peak = max(each.get("peak_memory_bytes", 0) for each in run.rows)  # each of one process
+    probabilities = describe_scores(run.result["scores"]) if run.result else ""
+    if run.result and run.result["epoch"] != row["epoch"]:
+        probabilities += f", after epoch {run.result['epoch']}"
     return {
         "optimizer": str(flags.get("optimizer", "")),
         "mixup": str(flags.get("mixup", "")),
@@ -138,7 +141,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
         "last result": show_result(row),
         "averaged result": show_views(row),
         "best result": f"{show_result(best)}, {chosen}" if best else "",
-        "probabilities": describe_scores(run.result["scores"]) if run.result else "",
+        "probabilities": probabilities,
         "time": duration(row["seconds"]) if "seconds" in row else "",
         "device-hours": f"{device_hours(run.rows):.4g}" if "seconds" in row else "",
         "samples/s": show(row, "samples", "{:.0f}", 1 / seconds if seconds else 0),

@@ -98,7 +98,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         try:
             self._apply_step()
         except RuntimeError as error:
-            if any(p.grad is not None and p.grad.is_sparse for p in self.held()):
+            grads = (p.grad for group in self.param_groups for p in group["params"])
+            if any(grad is not None and grad.is_sparse for grad in grads):
                 name = type(self).__name__
                 raise ValueError(f"{name} takes no sparse gradients: sparse=False") from error
             raise
@@ -300,12 +301,14 @@ def subtract_updates(
 ) -> None:
     """Subtracts lr * updates from the parameters; the product has the updates' precision.
 
-    A rate () on the device is not read by the host, so that a CUDA graph can contain the step.
+    A rate of one element on the device is not read by the host, so that a CUDA graph can contain
+    the step.
     """
     if any(p.dtype != update.dtype for p, update in zip(parameters, updates)):
         for p, update in zip(parameters, updates):
             p.copy_(p - lr * update)
     elif isinstance(lr, Tensor):
-        torch._foreach_sub_(parameters, torch._foreach_mul(updates, foreach_scalar(lr, updates)))
+        rate = foreach_scalar(lr.reshape(()), updates)
+        torch._foreach_sub_(parameters, torch._foreach_mul(updates, rate))
     else:
         torch._foreach_add_(parameters, updates, alpha=-lr)

@@ -8,19 +8,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
+NORMS = (nn.LayerNorm, *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []))  # perhaps of several axes
+
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the parameters into a group with weight decay and one without.
 
-    Matrices, convolutions and embeddings are decayed; biases, norms and positions are not. Every
-    parameter that requires a gradient is in exactly one group. Empty groups are left out.
+    Matrices, convolutions and embeddings, also those of positions, are decayed; biases, norms and
+    other positions are not. Every parameter that requires a gradient is in exactly one group. Empty
+    groups are left out.
     """
+    norms = parameters_of(model, NORMS)
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_undecayed = parameter.ndim <= 1 or is_position(name)
-            (undecayed if is_undecayed else decayed).append(parameter)
+            is_bias = parameter.ndim <= 1 or name.rpartition(".")[2].startswith("bias")
+            is_decayed = not (is_bias or parameter in norms or is_position(name))
+            (decayed if is_decayed else undecayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
@@ -31,14 +36,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the groups of `decay_groups` further, by whether a parameter is under NGD.
 
-    Those that are not have `ngd=False`: the parameters of embeddings and of the classifier, and
-    positions. Where `classifier_prefixes` does not know the classifier, make the groups yourself.
+    Those that are not have `ngd=False`: the parameters of embeddings and of the classifier, those
+    of norms that have several axes, and positions. Where `classifier_prefixes` does not know the
+    classifier, make the groups yourself.
     """
     model = getattr(model, "_orig_mod", model)  # which torch.compile has wrapped
-    embeddings = [
-        module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    ]
-    left_out = {p for module in embeddings for p in module.parameters()}
+    left_out = parameters_of(model, (nn.Embedding, nn.EmbeddingBag))
+    left_out |= {p for p in parameters_of(model, NORMS) if p.ndim > 1}
     heads = classifier_prefixes(model)
     for name, parameter in model.named_parameters():
         if is_position(name) or name.startswith(heads):
@@ -50,6 +54,12 @@ def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
             if parameters:
                 groups.append({**group, "params": parameters, "ngd": ngd})
     return groups
+
+
+def parameters_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    """The parameters of all modules of some kinds."""
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    return {p for module in modules for p in module.parameters()}
 
 
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:

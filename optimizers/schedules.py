@@ -74,8 +74,8 @@ class Schedule:
     def __post_init__(self) -> None:
         for problem, is_wrong in (
             (f"gamma={self.gamma:g} must not be below 0", not self.gamma >= 0),
-            (f"step_size={self.step_size} must be above 0", self._step_size <= 0),
-            (f"power={self.power} must be above 0", self.power <= 0),
+            (f"step_size={self.step_size} must be above 0", not self._step_size > 0),
+            (f"power={self.power} must be above 0", not self.power > 0),
             (f"end={self.end} must be from 0 to 1", not 0 <= self.end <= 1),
             (f"peak={self.peak} must be at least 1", not 1 <= self.peak <= LARGEST_PEAK),
             (

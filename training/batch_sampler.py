@@ -236,7 +236,7 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         """
         row: dict[str, Any] = {}
         of_ranks = [[loss, seconds, *(noise or {}).values()]]
-        if self.changes:
+        if self.changes or noise is not None:
             of_ranks = self.world.all_gather(of_ranks[0])
         losses, times, *columns = zip(*of_ranks)
         if noise is not None:

@@ -8,6 +8,8 @@ checkpoint = checkpointer.load_last()
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from distributed.agreement import on_main
 from distributed.world import World
 from training import checkpoint
+from training.atomic_file import atomic_write
 from training.checkpoint import Checkpoint
 from training.progress import Progress
 from training.run_log import RunLog
@@ -82,7 +85,7 @@ class Checkpointer:
                 except OSError as error:
                     is_kept = bool(checkpoint.latest_files(folder))
                     kept = "the previous checkpoint is kept" if is_kept else "no checkpoint is left"
-                    self.log.info(f"warning: {error}; {kept} and the run goes on")
+                    self.log.info(f"warning: {error}; {kept}")
                 return unsaved
 
             self.unsaved = on_main(self.world, write)
@@ -110,14 +113,19 @@ class Checkpointer:
     def settle_files(self, path: Path) -> None:
         """Settle last.pt and best.pt after the checkpoint at `path` was loaded, on every rank.
 
-        An older checkpoint takes the name of last.pt, which is damaged. The best epoch is chosen
-        anew if best.pt does not hold it: in another run folder, or where best.pt is damaged or of
-        an epoch that the lost last.pt had reached. A new folder gets its last.pt.
+        An older checkpoint takes the name of last.pt, which is damaged. A new folder gets its
+        last.pt, and best.pt from beside `path`. The best epoch is chosen anew if best.pt does not
+        hold it: where it is damaged, or of an epoch that the lost last.pt had reached.
         """
         folder, is_older = self.log.folder, checkpoint.OLDER_NAME.fullmatch(path.name)
         is_here = path.resolve().parent == folder.resolve()
         if self.world.is_main and is_older and is_here:
             path.replace(folder / "last.pt")
+        if self.world.is_main and not is_here:
+            found = checkpoint.read_progress(path.parent / "best.pt")
+            if found is not None and found["best"] == self.progress.best:
+                with contextlib.suppress(OSError), atomic_write(folder / "best.pt") as copied:
+                    shutil.copyfile(path.parent / "best.pt", copied)
         self._settle_best()
         if not is_here:
             self.save()

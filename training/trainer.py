@@ -552,7 +552,8 @@ class Trainer:
 
     def evaluations_within_epoch(self) -> set[int]:
         """After which steps of this epoch, but for its last, there is an evaluation."""
-        steps, share = self.batches.steps(), self.config.eval_every
+        steps = self.batches.steps()
+        share = max(self.config.eval_every, 1 / steps)
         marks = (round(number * share * steps) for number in range(1, math.ceil(1 / share)))
         return {min(max(mark, 1), steps) for mark in marks} - {steps}
 

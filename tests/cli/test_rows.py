@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import ranks
 from cli import factory
@@ -186,10 +187,10 @@ def test_folds_that_cannot_be_are_one_line(tmp_path, refused):
 
 
 def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
-    def batch(script, rows: int, ranks: int = 1, flags: str = "", resumed: bool = False) -> int:
+    def batch(script, rows: int, ranks: int = 1, flags: str = "", resumed: Any = None) -> int:
         settings = parsed(script, flags)
         world = SimpleNamespace(size=ranks, is_main=False)
-        run = SimpleNamespace(world=world, checkpoint=object() if resumed else None)
+        run = SimpleNamespace(world=world, checkpoint=resumed)
         data = SimpleNamespace(train=range(rows))
         return factory.with_batch_size(settings, run, data).batch_size
 
@@ -202,4 +203,8 @@ def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
     assert batch("images", 2000, flags="--dynamic_batch increase") == 250
     assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 64, 64]
     assert batch("images", 500, flags="--bs 128") == 128
-    assert batch("images", 600, 8, "--bs 128", resumed=True) == 8
+    resumed = SimpleNamespace(changed={})
+    assert batch("images", 1024, 8, "--bs 128", resumed) == 128
+    assert batch("images", 600, 8, "--bs 128", resumed) == 75
+    assert resumed.changed == {"--bs": [128, 75]}, "which a line names"
+    assert batch("images", 600, 8, "--bs 128", resumed) == 128, "refused, as it was asked for"

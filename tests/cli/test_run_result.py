@@ -76,20 +76,23 @@ def test_two_ranks_report_their_last_and_their_best_epoch_as_evaluating_does(tmp
 
 
 def test_a_resumed_run_compares_its_epochs_with_all_that_are_comparable(finished, here):
-    """All of its folder, and neither of another folder nor of another set of rows."""
+    """Also in another folder, but of no other set of rows, and of none without its best.pt."""
     for name, more, best in (
         ("same", "", f"epoch {best_row(finished)['epoch']}, test"),
-        ("left", "--out other", "epoch 4, test"),
+        ("left", "--out other", f"epoch {best_row(finished)['epoch']}, test"),
+        ("lost", "--out found", "epoch 4, test"),
         ("validated", "--val_fraction 0.2", "epoch 4, validation"),
     ):
         shutil.copytree(finished, name)
+        if name == "lost":
+            Path(name, "best.pt").unlink()
         console = resnet("--resume", name, "--epochs 4 --lr 3", more)
         assert reported(console)["best"].startswith(f"best.pt: {best} accuracy ")
-        folder = Path("other" if "--out" in more else name)
+        folder = Path(more.split()[-1] if "--out" in more else name)
         stored = checkpoint.load(folder / "best.pt").progress["epoch"]
         assert best.startswith(f"epoch {stored},")
-        told = "is not in other: the best epoch is chosen from here on"
-        assert (told in console) == (name == "left")
+        told = "is not in found: the best epoch is chosen from here on"
+        assert (told in console) == (name == "lost")
         assert [row["epoch"] for row in ranks.metrics(folder)] == [1, 2, 3, 4]
 
 
@@ -159,8 +162,8 @@ def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch)
     assert "device-hours: the test accuracy of 0.9500 has reached the target, 0.95" in console
     assert len(ranks.metrics(here / "run")) == 6
     console = resnet("--resume run --patience 1 --stop_at 0 --out other")
-    assert "that of epoch 7 (patience 1)" in console, "the best is chosen anew"
-    assert len(ranks.metrics(here / "other")) == 8
+    assert "that of epoch 6 (patience 1)" in console, "as in the run's own folder"
+    assert len(ranks.metrics(here / "other")) == 7
     console = resnet("--resume run --epochs 7 --best_by loss --patience 1")
     assert len(ranks.metrics(here / "run")) == 7, "epochs that accuracy judged end no run of loss"
     assert "chosen by loss" in reported(console)["best"]

@@ -112,10 +112,11 @@ def test_text_from_files_is_escaped(tmp_path):
     evil = '<script>alert("1")</script>&'
     confusion = {**CONFUSION, "classes": [evil, "b", "c"]}
     worst = {"row": 1, "loss": 2.0, "labels": [[evil, 0.1]], "predicted": [], "text": evil}
-    result = {"epoch": 2, "eval_set": evil, "scores": None, "worst": [worst]}
+    result = {"epoch": 1, "eval_set": evil, "scores": None, "worst": [worst]}
     flags = {"arch": evil, "weights": evil, "dataset": evil}
     run = write_run(tmp_path / "a<b>&'\"$x_", flags=flags, confusion=confusion)
     (run / "result.json").write_text(json.dumps(result))
+    assert "after epoch 1 time" in text_of(render(run)), "probabilities of an earlier epoch"
     assert f"label {evil} 10.0 % predicted no label loss 2.000, row 1" in text_of(render(run))
     for page in (render(run), render(run, write_run(tmp_path / "_b"))):
         assert str(markupsafe.escape(evil)) in page

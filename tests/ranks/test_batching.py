@@ -260,6 +260,10 @@ def ranks_of_torch_share_the_rows(world: World) -> None:
     sampler.end_epoch(1.0 + world.rank, 1.0 + 2 * world.rank)
     assert rule.losses == [1.0], "that of rank 0"
     assert sampler.shares[0] > 2 * sampler.shares[1]
+    sampler, squares = DynamicBatchSampler(100, 20), {"small_square": 2.0 + world.rank}
+    squares |= {"big_square": 1.8, "inverse_small": 0.1, "inverse_big": 0.05}
+    sampler.end_epoch(1.0, noise=squares)
+    assert len({*world.all_gather(sampler.state_dict()["noise_scale"])}) == 1
 
 
 def all_of_it(world: World) -> None:

@@ -4,12 +4,15 @@ import signal
 
 import pytest
 import torch
+from torch import nn
 
 import ranks
 from conftest import each_of, for_each, run
+from distributed.world import World
 from figures import report
 from optimizer_cases import assert_same
 from test_training import DIGITS
+from trainers import trainer_of
 from training import checkpoint
 from training.epoch_report import is_evaluated
 from training.run_log import RunLog
@@ -72,6 +75,11 @@ WAYS = [  # number of ranks, flags
     (2, "--bs 16 --workers 2 --augment auto --accumulate 2 --patience 1 --stop_at 0.18"),
     (2, "--bs 16 --optimizer slamb --lr 3e-3 --local_steps 3 --stop_at 0.15"),
 ]
+
+
+def test_there_is_at_most_an_evaluation_after_each_step():
+    trainer = trainer_of(nn.Linear(2, 2), World(), eval_every=1e-12)
+    assert trainer.evaluations_within_epoch() == {*range(1, trainer.batches.steps())}
 
 
 @pytest.mark.process

@@ -69,6 +69,10 @@ def test_the_doubted_row_gives_way_and_lambda_varies_as_before():
         torch.testing.assert_close(mix.weight.double(), expected, atol=5e-3, rtol=0)
         assert mix.weight.mean().item() == pytest.approx(0.5, abs=0.01)
         assert mix.weight.var().item() == pytest.approx(start.var().item(), rel=0.1)
+    none = MetaMixup(4, alpha=0)
+    none.wrong, none.rows = 0.9, torch.arange(4)
+    none.row_losses.excess.normal_()
+    assert none.mix(labels[:4]).weight.min() > 0.999, "alpha 0 mixes nothing"
     meta.rows = torch.arange(3)  # nobody said which rows the others are
     meta.observe(torch.randn(4, 2), labels[:4], meta.mix(labels[:4]))
     assert not meta.row_losses.sums.any()

@@ -14,7 +14,7 @@ ALIAS_BOMB = b"lr: [&a0 [%s], %s]" % (
     b", ".join([b"1"] * 9),
     b", ".join(b"&a%d [%s]" % (n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 10)),
 )
-COMMAND_LINE = "recipe resume checkpoint evaluate predict predict_out export config".split()
+COMMAND_LINE = "recipe resume checkpoint evaluate predict predict_out export config help".split()
 
 
 WRONG_RECIPES = [

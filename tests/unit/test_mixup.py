@@ -51,6 +51,11 @@ def test_blend_is_the_weighted_sum_and_the_labels_weigh_as_the_inputs_do(kind):
     torch.testing.assert_close(mixup.blend(last, mix), expected)
     assert mixup.blend(last, mix).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(x, last), "the input is left alone"
+    if mix.weight_map is None and mix.box is None:
+        layout = torch.channels_last_3d
+        video = torch.stack([x, x + 1], 2).to(memory_format=layout)
+        torch.testing.assert_close(mixup.blend(video, mix)[:, :, 1], expected + 1)
+        assert mixup.blend(video, mix).is_contiguous(memory_format=layout)
     # an image of ones among zeros: what is left of it is its label's weight
     own = mixup.blend(torch.eye(64)[:, :, None, None].expand(64, 64, *SIZE), mix).mean((2, 3))
     other = mix.partner != torch.arange(64)
@@ -126,6 +131,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_soft_label(smoothing, per_sa
     hot = mixup.blend(F.one_hot(labels, 5).double(), mix)
     soft = F.cross_entropy(logits, hot, weights, label_smoothing=smoothing)
     torch.testing.assert_close(ours, soft)
+    assert torch.equal(mixup.cross_entropy(logits, labels.int(), **settings), ours)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (ours, soft)))
     pixels = logits.unsqueeze(-1).expand(-1, -1, 64), labels.unsqueeze(-1).expand(-1, 64)
     torch.testing.assert_close(mixup.cross_entropy(*pixels, **settings), soft)

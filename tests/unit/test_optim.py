@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_warmup_rises_linearly_and_ends_at_one(warmup, steps):
     assert factors[rise:] == [1.0] * 3
 
 
-@each_of("wrong", [{"gamma": -0.5}, {"warmup": -1}, {"warmup": math.nan}])
+@each_of("wrong", [{name: math.nan} for name in ("warmup", "power", "step_size")] + [{"gamma": -1}])
 def test_a_rate_does_not_fall_below_zero(wrong):
     with pytest.raises(ValueError, match=str(*wrong)):
         Schedule("exponential", EPOCHS, **wrong)
@@ -145,10 +146,12 @@ def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_po
     model = nn.Sequential(nn.BatchNorm2d(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     model.append(Transformer(50, 3, width=8, depth=1, heads=2, mlp_width=8, max_len=16))
     model[2].weight = model[1].weight  # tied
+    model.extend([nn.LayerNorm([2, 3]), nn.MultiheadAttention(4, 2, add_bias_kv=True)])
     model.register_parameter("post_mix", weight(4, 4))
     model[0].bias.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1 and p is not model[3].positions]
+    kept = {model[3].positions, *model[4].parameters(), model[5].bias_k, model[5].bias_v}
+    matrices = [p for p in trained if p.ndim > 1 and p not in kept]
     held = {group["weight_decay"]: group["params"] for group in decay_groups(model, 0.1)}
     assert [id(p) for p in held[0.1]] == [id(p) for p in matrices]
     assert sorted(map(id, held[0.1] + held[0.0])) == sorted(map(id, trained))
@@ -376,9 +379,10 @@ def test_the_step_does_not_depend_on_the_scale_of_the_gradient(name, scale):
         assert distance(p, q) < 1e-4
 
 
+@each_of("lr", [0.01, [0.01]])
 @each_of("name", OURS)
-def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name):
-    optimizer, peer = create(name, lr=torch.tensor(0.01)), create(name)
+def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name, lr):
+    optimizer, peer = create(name, lr=torch.tensor(lr)), create(name)
 
     def closure() -> float:
         set_gradients(parameters_of(optimizer), 0)
@@ -411,4 +415,8 @@ def test_a_setting_out_of_range_is_refused(name):
     [parameter] = parameters_of(optimizer)  # of one group
     parameter.grad = torch.zeros_like(parameter).to_sparse()
     with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+    parameter.grad = parameter.grad.to_dense()
+    lost = mock.patch.object(optimizer, "_apply_step", side_effect=RuntimeError("a lost peer"))
+    with lost, pytest.raises(RuntimeError, match="a lost peer"):
         optimizer.step()
