@@ -16,6 +16,8 @@ from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from typing import Any
 
+LOSS_RULES = ("progress", "score")  # of ByLoss
+LOSS_SHARE = 0.8  # weight of the loss in 'score'; the rest is the weight of the time
 JUST_BEFORE = 1e-6  # epochs
 SMOOTHING = 0.5  # weight of earlier epochs in the noise scale
 SMALLEST_FACTOR = 1.25  # of a change: sizes are 1, 1.5, 2, 3 ... times the first
@@ -121,11 +123,13 @@ class Rule(Memory):
         """
         raise NotImplementedError
 
-    def observe(self, loss: float, *, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         """Take note of an epoch.
 
         Args:
+            size: samples of its global batches.
             loss: mean training loss.
+            seconds: time of the slowest rank.
             noise: gradient noise scale in samples, if it is known.
         """
 
@@ -255,41 +259,62 @@ def replacing_decay(schedule: Callable[[float], float]) -> Callable[[int], float
 
 @dataclass(eq=False)
 class ByLoss(Rule):
-    """The batch size follows the training progress of Prechelt (Early Stopping - But When?, 1998).
+    """The batch size follows the training loss of the last epochs, or loss and time.
 
-    With the losses L_1 .. L_k of the last k epochs
+    'progress' is the training progress of Prechelt (Early Stopping - But When?, 1998). With the
+    losses L_1 .. L_k of the last k epochs
 
         P = 1000 (sum_i L_i / (k min_i L_i) - 1)
 
     the batch is multiplied by `factor` if P < threshold, on a plateau, and divided by it otherwise.
-    P is made of ratios, so that the scale of the loss does not count. Until there are k epochs the
-    batch is kept.
+
+    'score' compares loss L and time T of the last epoch with L' and T' of the epoch before:
+
+        Q = 1000 (1 - 0.8 L / L' - 0.2 T / T')
+
+    The batch is multiplied by `factor` if Q > threshold, divided by it if Q < -threshold, and kept
+    otherwise. Since Q depends on the clock, two runs are never alike.
+
+    Both are made of ratios, so that neither the unit of time nor the scale of the loss counts.
+    Until there are enough epochs the batch is kept.
+
     """
 
-    remembered = ("losses",)
+    remembered = ("losses", "seconds")
 
+    kind: str = "progress"  # one of `LOSS_RULES`
     factor: float = 2.0  # by which the batch changes
     _: KW_ONLY
-    threshold: float = 10.0  # of P
+    threshold: float = 10.0  # of P or Q
     window: int = 5  # k, in epochs
 
     def __post_init__(self) -> None:
+        if self.kind not in LOSS_RULES:
+            raise ValueError(f"kind={self.kind} must be one of {', '.join(LOSS_RULES)}")
         if not (self.factor >= SMALLEST_FACTOR and self.threshold >= 0 and self.window >= 2):
             raise ValueError(
                 "factor must be at least 1.25, threshold at least 0, window at least 2"
             )
         self.losses: list[float] = []  # of the last `window` epochs
+        self.seconds: list[float] = []  # of the last two epochs
 
     def next_batch_size(self, epoch: int, size: int) -> float:
-        losses = self.losses[-self.window :]
-        if len(losses) < self.window or not min(losses) > 0:
+        needed, losses = self.window if self.kind == "progress" else 2, self.losses[-self.window :]
+        if len(losses) < needed or not min(losses) > 0:
             return size
-        progress = 1000 * (sum(losses) / (self.window * min(losses)) - 1)
-        return size * self.factor if progress < self.threshold else size / self.factor
+        if self.kind == "progress":
+            progress = 1000 * (sum(losses) / (self.window * min(losses)) - 1)
+            return size * self.factor if progress < self.threshold else size / self.factor
+        loss = losses[-1] / losses[-2]
+        time = self.seconds[-1] / self.seconds[-2]
+        score = 1000 * (1 - LOSS_SHARE * loss - (1 - LOSS_SHARE) * time)
+        return size * self.factor ** ((score > self.threshold) - (score < -self.threshold))
 
-    def observe(self, loss: float, *, noise: float | None) -> None:
-        if math.isfinite(loss):  # else no step of the epoch was finite
-            self.losses = [*self.losses, loss][-self.window :]
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
+        if not math.isfinite(loss):  # no step of the epoch was finite
+            return
+        self.losses = [*self.losses, loss][-self.window :]
+        self.seconds = [*self.seconds, max(seconds, 1e-9)][-2:]
 
 
 @dataclass(eq=False)
@@ -318,7 +343,7 @@ class ByNoise(Rule):
             return size
         return min(max(self.noise, size / self.factor), size * self.factor)
 
-    def observe(self, loss: float, *, noise: float | None) -> None:
+    def observe(self, size: int, loss: float, *, seconds: float, noise: float | None) -> None:
         self.noise = noise
 
 

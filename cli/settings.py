@@ -119,7 +119,7 @@ SCHEDULED = OF_ALL_RULES | own(schedule_growth, "factor")
 BATCH_ARGS = {
     "increase": SCHEDULED | own(schedule_growth, "replace_decay"),
     "decrease": SCHEDULED,
-    "loss": OF_ALL_RULES | own(ByLoss, "factor", "threshold", "window"),
+    "loss": OF_ALL_RULES | own(ByLoss, "kind", "factor", "threshold", "window"),
     "noise": OF_ALL_RULES | own(ByNoise, "factor"),
 }
 

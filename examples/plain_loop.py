@@ -1,5 +1,7 @@
 """NGD, learned mixing and batches that grow, in a plain loop. Needs scikit-learn for its digits."""
 
+import time
+
 import torch
 from faster_training import (
     NGD,
@@ -32,7 +34,7 @@ optimizer = NGD(ngd_groups(model, weight_decay=0.05), lr=0.05)
 sampler = DynamicBatchSampler(len(train), 32, rule=Scheduled(32, at_milestones(2.0, [4, 6])))
 meta = MetaMixup(rows=len(train))
 for epoch in range(EPOCHS):
-    losses = []
+    start, losses = time.perf_counter(), []
     for step, (x, y, meta.rows) in enumerate(DataLoader(train, batch_sampler=sampler)):
         mix = meta.mix(y)
         logits = model(mixup.blend(x, mix))
@@ -44,7 +46,7 @@ for epoch in range(EPOCHS):
         losses.append(loss.item())
     mean_loss = sum(losses) / len(losses)
     size = sampler.size
-    sampler.end_epoch(mean_loss)
+    sampler.end_epoch(mean_loss, time.perf_counter() - start)
     meta.row_losses.end_epoch()
     model.eval()
     with torch.no_grad():

@@ -7,7 +7,7 @@
         for step, (x, y) in enumerate(loader):
             loss = sampler.loss_weight(step) * criterion(model(x), y)
             ...
-        sampler.end_epoch(mean_loss)
+        sampler.end_epoch(mean_loss, seconds)
 
 The rules themselves are in dynamic_batch.py. The training loop of this project takes the same
 object by `plan`, `start_epoch` and `end_epoch`.
@@ -220,34 +220,37 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
     def end_epoch(
         self,
         loss: float,
-        seconds: float = 0.0,
+        seconds: float,
         *,
+        compute_seconds: float | None = None,
         noise: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
         """Learn from the epoch that is over and decide the next one's batch size; collective.
 
         Args:
             loss: its mean training loss; that of rank 0 counts.
-            seconds: this rank's time for all steps, without waiting for other ranks; the balancer
-                needs it.
+            seconds: this rank's time for all steps.
+            compute_seconds: the same without waiting for other ranks, for the balancer.
             noise: the arguments of `NoiseScale.observe`, if they were measured.
         Returns:
             What the epoch's row in metrics.jsonl says of its batches.
         """
         row: dict[str, Any] = {}
-        of_ranks = [[loss, seconds, *(noise or {}).values()]]
+        compute_seconds = seconds if compute_seconds is None else compute_seconds
+        of_ranks = [[loss, seconds, compute_seconds, *(noise or {}).values()]]
         if self.changes or noise is not None:
             of_ranks = self.world.all_gather(of_ranks[0])
-        losses, times, *columns = zip(*of_ranks)
+        losses, times, computed, *columns = zip(*of_ranks)
         if noise is not None:
             means = (statistics.fmean(each) if len({*each}) > 1 else each[0] for each in columns)
             row["noise_scale"] = self.noise_scale = self.noise.observe(**dict(zip(noise, means)))
         if self.rule is not None:
-            self.rule.observe(losses[0], noise=self.noise_scale)
+            slowest = max(times)
+            self.rule.observe(self.size, losses[0], seconds=slowest, noise=self.noise_scale)
         if self.balancer is not None:
             shares = [self._shares_of(size) for size in self._sizes(self.size)]
             samples = [sum(mine) for mine in zip(*shares)]
-            self.balancer.observe(samples, times)
+            self.balancer.observe(samples, computed)
             speeds = [round(speed, 2) for speed in self.balancer.speeds]
             row |= {"shares": list(self.shares), "worker_samples_per_second": speeds}
         self.first_step = 0

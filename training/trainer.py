@@ -508,7 +508,8 @@ class Trainer:
         noise = meter.means(totals, progress.step_in_epoch) if meter is not None else None
         row |= self.batches.end_epoch(
             row["train_loss"],
-            timer.take_seconds() if timer is not None else 0.0,
+            progress.train_seconds,
+            compute_seconds=timer.take_seconds() if timer is not None else None,
             noise=noise,
         )
         best = progress.add_row(row, self.early_stop.chosen_by)

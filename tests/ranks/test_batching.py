@@ -249,7 +249,7 @@ def test_impossible_sizes_are_refused():
 
 
 def ranks_of_torch_share_the_rows(world: World) -> None:
-    rule = ByLoss()
+    rule = ByLoss("score")
     sampler = DynamicBatchSampler(1001, 64, rule=rule, balancer=WorkerBalancer())
     mine = torch.zeros(1001, dtype=torch.long)
     for step, rows in enumerate(sampler):
@@ -257,8 +257,8 @@ def ranks_of_torch_share_the_rows(world: World) -> None:
         together = world.sum(torch.tensor(len(rows))).item()
         assert sampler.loss_weight(step) == pytest.approx(len(rows) * world.size / together)
     assert torch.equal(world.sum(mine), torch.ones_like(mine))
-    sampler.end_epoch(1.0 + world.rank, 1.0 + 2 * world.rank)
-    assert rule.losses == [1.0], "that of rank 0"
+    sampler.end_epoch(1.0, 1.0 + world.rank, compute_seconds=1.0 + 2 * world.rank)
+    assert rule.seconds == [2.0]
     assert sampler.shares[0] > 2 * sampler.shares[1]
     sampler, squares = DynamicBatchSampler(100, 20), {"small_square": 2.0 + world.rank}
     squares |= {"big_square": 1.8, "inverse_small": 0.1, "inverse_big": 0.05}
@@ -294,8 +294,8 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had():
     noise = {"small_square": 3 + 500 / 30, "inverse_small": 1 / 30}
     noise |= {"big_square": 3 + 500 / 60, "inverse_big": 1 / 60}
     square, *others = noise.values()
-    first.world.given = [[1.0, 1.0, square + 9, *others], [1.0, 3.0, square - 9, *others]]
-    epoch = {"loss": 1.0, "seconds": 1.0}
+    first.world.given = [[1.0, 1.0, 1.0, square + 9, *others], [1.0, 1.0, 3.0, square - 9, *others]]
+    epoch = {"loss": 1.0, "seconds": 1.0, "compute_seconds": 1.0}
     epoch["noise"] = {**noise, "small_square": square + 9}  # of this rank
     row = first.end_epoch(**epoch)
     assert row["shares"] == [30, 30]
@@ -305,7 +305,7 @@ def test_a_run_goes_on_with_the_size_and_shares_it_had():
     second = resumed(new())
     for batching in (first, second):
         batching.start_epoch(1)
-        batching.world.given = [[1.0, 1.0, *noise.values()]] * 2
+        batching.world.given = [[1.0, 1.0, 1.0, *noise.values()]] * 2
     assert rows_of(first, 1, 3) == rows_of(second, 1, 3)
     assert first.end_epoch(**epoch) == second.end_epoch(**epoch)
     assert (first.size, first.shares) == (second.size, second.shares)

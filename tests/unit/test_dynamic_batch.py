@@ -61,13 +61,14 @@ def test_remainders_go_to_the_first_shares_and_a_minimum_must_fit():
         apportion(10, [1.0, 1.0], minimum=6)
 
 
-def walk(rule: Rule, losses: list[float], noise=None) -> list[float]:
-    """Feed a rule with the losses (and noise scales) of epochs; return the sizes it asks for."""
+def walk(rule: Rule, losses: list[float], seconds=None, noise=None) -> list[float]:
+    """Feed a rule with the losses (times, noise scales) of epochs; return the sizes it asks for."""
     size, sizes = 100, []
     for epoch, loss in enumerate(losses):
         size = rule.next_batch_size(epoch, size)
         sizes.append(size)
-        rule.observe(loss, noise=noise[epoch] if noise else None)
+        time = seconds[epoch] if seconds else 1.0
+        rule.observe(size, loss, seconds=time, noise=noise[epoch] if noise else None)
     return [*sizes, rule.next_batch_size(len(losses), size)]
 
 
@@ -90,16 +91,24 @@ def test_a_batch_instead_of_a_decay_keeps_the_ratio_of_rate_and_batch():
 
 def test_progress_grows_the_batch_on_a_plateau_and_shrinks_it_before():
     # P = 1000 (sum / (k min) - 1): of 1.0 .9 .8 it is 125, of .5 .5 .499 it is 1.3
-    rule = ByLoss(2.0, threshold=10.0, window=3)
+    rule = ByLoss("progress", 2.0, threshold=10.0, window=3)
     sizes = walk(rule, [1.0, 0.9, 0.8, 0.5, 0.5, 0.499])
     assert sizes[2:] == [100, 50, 25, 12.5, 25]
-    rule = ByLoss(2.0, threshold=10.0, window=2)
+    rule = ByLoss("progress", 2.0, threshold=10.0, window=2)
     assert walk(rule, [1.0, math.nan, 1.0])[-1] == 200  # a plateau of the two losses there are
     loss = [1.02, 1.01, 1.0]
     progress = 1000 * (sum(loss) / (3 * min(loss)) - 1)
     for threshold, expected in ((progress + 1e-6, 200), (progress - 1e-6, 50)):
-        rule = ByLoss(2.0, threshold=threshold, window=3)
+        rule = ByLoss("progress", 2.0, threshold=threshold, window=3)
         assert walk(rule, loss)[-1] == expected
+
+
+def test_score_weighs_loss_and_time_against_the_epoch_before():
+    rule = ByLoss("score", 2.0, threshold=10.0)
+    # Q = 1000 (1 - .8 L/L' - .2 T/T'): of L/L' = .9 in equal time it is 80, of 1.02 in .9 of the
+    # time 4, of .98 in 1.2 of the time -24
+    sizes = walk(rule, [1.0, 0.9, 0.918, 0.89964], seconds=[1.0, 1.0, 0.9, 1.08])
+    assert sizes == [100, 100, 200, 200, 100]
 
 
 def test_the_noise_scale_is_followed_no_faster_than_by_the_factor():
