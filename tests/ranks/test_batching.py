@@ -262,7 +262,7 @@ def ranks_of_torch_share_the_rows(world: World) -> None:
     assert sampler.shares[0] > 2 * sampler.shares[1]
     sampler, squares = DynamicBatchSampler(100, 20), {"small_square": 2.0 + world.rank}
     squares |= {"big_square": 1.8, "inverse_small": 0.1, "inverse_big": 0.05}
-    sampler.end_epoch(1.0, noise=squares)
+    sampler.end_epoch(1.0, 1.0, noise=squares)
     assert len({*world.all_gather(sampler.state_dict()["noise_scale"])}) == 1
 
 
