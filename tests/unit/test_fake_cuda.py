@@ -328,6 +328,7 @@ def test_an_epoch_waits_at_logging_intervals_and_at_its_end(name, size, settings
         ):
             monkeypatch.setattr(f"training.{between_hosts}", mock.MagicMock())
         monkeypatch.setattr(World, "broadcast", lambda world, value: value)
+        monkeypatch.setattr(World, "all_gather", lambda world, value: [value] * world.size)
         with gpu.waiting():
             trainer.train_epoch([])
             trainer.finish_epoch()
