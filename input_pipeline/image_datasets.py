@@ -103,7 +103,7 @@ class ImageSplit:
         files: Sequence[bytes] = () if self.files is None else self.files.tolist()
         some = [files[row] for row in spread(len(files), MARKED_FILES)]
         sizes = " ".join(str(os.path.getsize(file)) for file in some)
-        return {"marks": b"/".join(map(os.path.basename, files)), "sizes": sizes.encode()}
+        return {"names": b"/".join(map(os.path.basename, files)), "sizes": sizes.encode()}
 
     def decode(self, rows: Tensor) -> Tensor:
         """Return the pixels of the given rows: (len(rows), height, width, channels) uint8."""

@@ -99,7 +99,7 @@ class TextSplit:
 
     def marks(self) -> dict[str, bytes]:
         """The lengths of the texts, which tell other rows apart without reading the texts again."""
-        return {"marks": self.texts.sizes.tobytes()}
+        return {"lengths": self.texts.sizes.tobytes()}
 
 
 def clean_text(text: str) -> str:

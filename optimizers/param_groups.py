@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-NORMS = (nn.LayerNorm, *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []))  # perhaps of several axes
+# Norms that may have several axes; torch 2.3 has no RMSNorm.
+NORMS = (nn.LayerNorm, *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []))
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

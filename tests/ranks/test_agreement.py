@@ -88,7 +88,7 @@ def test_what_differs_on_one_rank_is_named_in_one_line(tmp_path):
             (
                 f"{images} {one}",
                 f"--data_dir {renamed}",
-                "the hash of the marks of the train files is ",
+                "the hash of the names of the train files is ",
             ),
             (f"{images} {one}", "--data_dir nowhere", "nowhere"),
         ],
