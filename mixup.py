@@ -417,13 +417,12 @@ def least_share(share: float, number: int, errors: float = 2.0) -> float:
 
 
 class MetaMixup:
-    """Mixup in which rows give way whose label the network doubts, where labels are wrong.
+    """Mixup where labels are wrong, in which rows give way whose label the network doubts.
 
     The idea of learning how to mix beside the model is that of Mai et al. (arXiv:1908.10059). What
     is learned here is the share of wrong labels, on rows that are not trained on in the meantime.
-    Partners are sampled as by `mixup`. Until labels are known to be wrong, lambda is that of
-    Beta(0.2, 0.2) for each sample, or of alpha if that is less. From then on
-    lambda0 ~ Beta(alpha, alpha), and
+    Until labels are known to be wrong, lambda is 1: nothing is mixed. From then on partners are
+    sampled as by `mixup`, lambda0 ~ Beta(alpha, alpha) for each sample, and
 
         logit lambda = (logit lambda0 + k s D) / sqrt(1 + k^2),
 
@@ -447,7 +446,6 @@ class MetaMixup:
             than of all predictions.
     """
 
-    MILD_ALPHA = 0.2
     LEAST_WRONG, MOST_WRONG = 0.15, 0.5
     LEAST_RATIO = 0.6  # of errors among confident predictions to those among all
     SLOPE = 4.0  # for each wrong label
@@ -475,10 +473,11 @@ class MetaMixup:
         """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
         self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
         count, device = len(labels), labels.device
+        if not self.wrong:
+            return Mix(torch.arange(count, device=device), torch.ones(count, device=device))
         partner = torch.randperm(count, device=device)
-        alpha = self.alpha if self.wrong else min(self.alpha, self.MILD_ALPHA)
-        logit = torch.logit(sample_beta(alpha, count, device=device), eps=LEAST_SHARE)
-        if self.wrong and self.alpha and len(self.mixed_rows) == count > 1:
+        logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
+        if self.alpha and len(self.mixed_rows) == count > 1:
             excess = self.row_losses.excess[self.mixed_rows]  # that of others for a new row
             excess = torch.where(excess.isnan(), excess.nanmean(), excess).nan_to_num()
             difference = excess[partner] - excess

@@ -305,7 +305,7 @@ def create_loss(
             print("warning: fewer than 3 epochs cannot say how many labels are wrong")
         else:
             rows = f"{len(data.held_out)} rows are held out {first}"
-            print(f"{rows}, and say how many labels are wrong: mixing follows them")
+            print(f"{rows}, and say how many labels are wrong: if many are, samples are mixed")
     if data.held_out is None:  # a kind that learns nothing
         with refused_as("--mixup_args"):
             mixup.sample_beta(settings.alpha, 0, weight=own.get("weight"))

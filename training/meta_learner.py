@@ -62,7 +62,7 @@ class MetaLearner:
     def describe(self, number: int) -> str:
         """What is done from the epoch of a number on, counted from 1, as a line of the log."""
         has_joined = number > self.until
-        mixed = "nothing is mixed" if has_joined else "samples are mixed mildly"
+        mixed = "nothing is mixed"
         if self.meta.wrong:
             mixed = f"samples are mixed, as about {self.meta.wrong:.0%} of the labels are wrong"
         rows = f"; {len(self.held_out)} held-out rows are trained on" if has_joined else ""
