@@ -32,6 +32,7 @@ from training.atomic_file import atomic_write
 from training.epoch_report import (
     EVAL_SET_NAMES,
     METRIC_NAMES,
+    describe_probabilities,
     how_chosen,
     is_evaluated,
     show_result,
@@ -40,7 +41,6 @@ from training.epoch_report import (
 )
 from training.progress import device_hours, duration, whole_epochs
 from training.run_segments import describe_all, flag_value
-from training.scores import describe_scores
 
 SETS = {"train": "training", **EVAL_SET_NAMES}  # in the order of the charts
 DRAWN = ("loss", "accuracy", "macro_f1", "map", "auroc")  # of METRIC_NAMES, with these titles
@@ -131,7 +131,7 @@ def results_of(run: ReportedRun) -> dict[str, str]:
     chosen = how_chosen(run.rows, chosen_by=chosen_by(flags, run.rows))
     seconds = training_seconds(row) if "seconds" in row else 0
     peak = max(each.get("peak_memory_bytes", 0) for each in run.rows)  # each of one process
-    probabilities = describe_scores(run.result["scores"]) if run.result else ""
+    probabilities = describe_probabilities(run.result) if run.result else ""
     if run.result and run.result["epoch"] != row["epoch"]:
         probabilities += f", after epoch {run.result['epoch']}"
     return {

@@ -184,17 +184,17 @@ def limits(arms: Sequence[Contender]) -> list[str]:
             f"These are {len(arms) - 1} comparisons: in up to {5 * (len(arms) - 1)} % of such "
             "races chance alone puts an arm ahead or behind."
         )
-    if confusion := arms[0].runs[0].confusion:
-        rows = arms[0].test_rows
+    if arms[0].runs[0].confusion:
+        runs = arms[0].runs if differ_in == "folds" else arms[0].runs[:1]
+        counts = sum(run.confusion.counts.sum(1) for run in runs if run.confusion)  # of each class
+        rows = int(counts.sum())
 
         def spread(share: float) -> float:
             return math.sqrt(share * (1 - share) / rows)
 
         by_chance = 100 * spread(statistics.mean(arms[0].accuracies) / 100)
-        found.append(
-            f"Another test set of {rows} rows may change an accuracy by {by_chance:.1f} points."
-        )
-        largest = confusion.counts.sum(1).max() / rows  # a share of the rows
+        found.append(f"Another {rows} rows may change an accuracy by {by_chance:.1f} points.")
+        largest = counts.max() / rows  # a share of the rows
         found += [
             f"{arm.name} has learned nothing: the largest class alone has {100 * largest:.1f} %."
             for arm in arms
@@ -216,6 +216,8 @@ def limits(arms: Sequence[Contender]) -> list[str]:
         if len(each) > 1
     ]
     for arm in arms:
+        if halved := sum(bool(run.rows[-1].get("rollbacks")) for run in arm.runs):
+            found.append(f"{halved} runs of {arm.name} diverged and went on at a lower rate.")
         if arm.rate in (min(arm.trials), max(arm.trials)):
             edge = "lowest" if arm.rate == min(arm.trials) else "highest"
             found.append(

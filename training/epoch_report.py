@@ -132,10 +132,7 @@ def report_result(
             main_set, evaluated[main_set], classes=classes, epoch=last["epoch"], show=show
         )
         log.result(result)
-        words = describe_scores(result["scores"])
-        is_fitted = main_set == "val" and "temperature" in (result["scores"] or {})
-        words += ", fitted to these rows" if is_fitted else ""
-        print(f"probabilities of last.pt on the {result['eval_set']} set: {words}")
+        print(f"probabilities of last.pt {describe_probabilities(result)}")
     peak = max(peak_memory(world.device), *(row["peak_memory_bytes"] for row in rows))
     train_seconds = sum(row["train_seconds"] for row in whole_epochs(rows)) + progress.train_seconds
     speed = progress.samples / max(train_seconds, 1e-9)
@@ -154,6 +151,15 @@ def report_result(
             "above); make room, or a folder that can be written, and train again or go on with "
             "--resume"
         )
+
+
+def describe_probabilities(result: Mapping[str, Any]) -> str:
+    """What result.json says of the probabilities, and of which rows."""
+    words = describe_scores(result["scores"])
+    is_of_val = result["eval_set"] == EVAL_SET_NAMES["val"]
+    if is_of_val and "temperature" in (result["scores"] or {}):
+        words += ", fitted to these rows"
+    return f"on the {result['eval_set']} set: {words}"
 
 
 def against(

@@ -498,6 +498,8 @@ class Trainer:
         if self.parallel.passes_communicate:  # torch does not say what it sends
             del row["comm_bytes"], row["wire_bytes"]
         row["skipped_steps"] = math.ceil(totals.skipped)
+        if progress.rollbacks:
+            row["rollbacks"] = progress.rollbacks
         if totals.skipped:
             why = ", as some are while fp16 finds its scale" if self.scaler.is_enabled() else ""
             self.log.info(

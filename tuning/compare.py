@@ -13,11 +13,13 @@ killed goes on when the same command is given again. It ends with verdict.md, ve
 report.html, and recipe.yaml of the winner.
 """
 
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cli import flag_parser, options
 from cli.flag_parser import Choice, FlagParser, file_path
@@ -27,6 +29,7 @@ from tuning.config import Arm
 from tuning.sweep import HELD_OUT, SCRIPTS, check_optuna
 from tuning.target_script import TargetScript
 
+OF_DATA = "epochs dataset data_dir label_column label_separator group_column test_views".split()
 IN_COMMON = ("epochs", "seed", "dataset", "data_dir", "test_views")  # of all runs of a race
 
 
@@ -39,7 +42,8 @@ def compare_parser() -> FlagParser:
     add("script", Choice(SCRIPTS), None, "entry script", metavar="SCRIPT")
     words = "short form of --vary optimizer=A,B; MODULE:CLASS@RATE is yours, searched around RATE"
     add("--optimizers", str, None, words, nargs="+", metavar="NAME")
-    add("--vary", str, None, "flag, or recipe, and its value in each arm", metavar="FLAG=A,B")
+    words = "flag, or recipe, and its value in each arm"
+    add("--vary", str, None, words, metavar="FLAG=A,B", action="append")
     seeds = flag_parser.number(int, 1, 1000)
     number("--seeds", seeds, None, "seeds of the runs in full (default 3)")
     words = "folds of the training set, in place of seeds and test set"
@@ -99,14 +103,20 @@ def read_arms(
         usual = options.computed_defaults(chosen, parser)["lr"]
         is_own = name == "optimizer" and value != common["optimizer"] and not own_rate
         rate = usual if is_own else chosen["lr"] or usual  # a recipe's is of its own optimizer
-        for each in ("dataset", "epochs"):
-            if arms and chosen[each] != arms[0].script.flags({})[each]:
-                raise InputError(f"the recipes differ in {each}; give --{each} for all arms")
+        for each in OF_DATA:
+            if arms and not are_same(each, chosen, arms[0].script.flags({})):
+                raise InputError(f"the arms differ in {each}; give --{each} for all of them")
         label = {"recipe": Path(value).stem, "optimizer": value}.get(name, f"{name}={value}")
         label = re.sub(r"[^\w.+=-]+", "_", label)
         copies = sum(arm.name.partition("#")[0] == label for arm in arms)
         arms.append(Arm(f"{label}#{copies + 1}" if copies else label, script, rate))
     return arms
+
+
+def are_same(name: str, *flags: Mapping[str, Any]) -> bool:
+    """Whether a flag of arms has one value, or none of their scripts has it."""
+    values = [each.get(name) for each in flags]
+    return len({*(map(os.path.abspath, values) if name == "data_dir" else values)}) == 1
 
 
 def check_data(script: TargetScript, *, in_folds: bool) -> None:
@@ -134,10 +144,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if (args.optimizers is None) == (args.vary is None):
         raise InputError("give either --optimizers sgd adamw or --vary FLAG=A,B")
+    if args.vary and len(args.vary) > 1:
+        raise InputError("--vary is given twice; arms differ in one flag, or in whole recipes")
     if args.folds and args.seeds:
         raise InputError("--folds and --seeds: each fold has a seed of its own; give one of them")
     args.seeds = args.folds or args.seeds or 3
-    flag, _, values = (args.vary or f"optimizer={','.join(args.optimizers)}").partition("=")
+    (varied,) = args.vary or [f"optimizer={','.join(args.optimizers)}"]
+    flag, _, values = varied.partition("=")
     script = TargetScript.read(args.script, rest, sweep_flags=parser.names())
     arms = read_arms(script, rest, flag=flag.lstrip("-"), values=values.split(","))
     for arm in arms:  # of which recipes may name the data

@@ -68,7 +68,7 @@ class RaceConfig(SweepConfig):
         arms = {arm.name: arm for arm in self.arms}
         settings: dict[str, Any] = {"minutes": self.minutes, "epochs": epochs}
         settings |= {"held_out": self.val_fraction, "jobs": self.jobs}
-        settings |= {"folds": self.folds} if self.folds else {}
+        settings |= {"folds": folds} if folds else {}
         given = self.script.given
         settings |= {name: given[name] for name in SPEED_FLAGS if name in given}  # of their times
         settings |= {f"arm {name}": [arm.rate, arm.script.settings()] for name, arm in arms.items()}
@@ -97,11 +97,11 @@ class RaceScript(TargetScript):
         """Return those of the arms, and what all runs have in common."""
         return dict(self.given)
 
-    def check(self, arguments: Sequence[str]) -> None:
+    def check(self, arguments: Sequence[str], *, processes: int) -> None:
         """Raise InputError where the script would refuse an arm."""
         for arm in self.arms.values():
             values = {"arm": arm.name, "lr": arm.rate, "seed": 0}
-            arm.script.check([*arguments, *self.to_arguments(values)])
+            arm.script.check([*arguments, *self.to_arguments(values)], processes=processes)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def run_race(config: RaceConfig) -> None:
         Interrupted: Ctrl-C or another stop signal.
     """
     for in_full in (False, True):
-        config.sweep(config.wanted_epochs, in_full=in_full).script.check([])
+        script = config.sweep(config.wanted_epochs, in_full=in_full).script
+        script.check([], processes=config.nproc)
     with lock_run_folder(make_run_folder(str(config.out), "race")):
         try:
             run_arms(config)
@@ -137,7 +138,7 @@ def run_arms(config: RaceConfig) -> None:
     if not file.exists():
         check_kept(config.out)
         plan = make_plan(config)
-        config.sweep(plan.epochs).script.check([])
+        config.sweep(plan.epochs).script.check([], processes=config.nproc)
         atomic_write_text(file, json.dumps(asdict(plan)))
     plan = Plan(**json.loads(file.read_text(encoding="utf-8")))
     search = config.sweep(plan.epochs)
@@ -157,8 +158,6 @@ def run_arms(config: RaceConfig) -> None:
         for name, rates in tried.items()
     ]
     arms, lost = run_seeds(config.sweep(plan.epochs, in_full=True), values, tried)
-    if not arms:
-        raise InputError("; ".join(lost.values()))
     limits = [f"{name} is left out ({why})." for name, why in lost.items()]
     conclude(config, plan, arms, limits=limits)
 
@@ -177,6 +176,9 @@ def run_seeds(
 
     Returns:
         The arms of which all runs are complete; and why the others are not, by their names.
+
+    Raises:
+        InputError: there is no such arm.
     """
     runs: dict[str, list[ReportedRun]] = {name: [] for name in tried}
     lost: dict[str, str] = {}
@@ -186,6 +188,8 @@ def run_seeds(
             runs[name].append(read_run(trial_folder(config, trial), title))
         else:
             lost[name] = f"{title}: {trial.user_attrs['error']}"
+    if len(lost) == len(tried):
+        raise InputError("; ".join(lost.values()))
     arms = [Contender(name, tried[name], runs[name]) for name in tried if name not in lost]
     return arms, lost
 
@@ -199,8 +203,11 @@ def race_defaults(
         trials: the best first, with their values.
 
     Returns:
-        The defaults first, unless they fail; then those of the trials, named 'trial N', that do
-        not fail; and why the others fail. None where there is no trial.
+        The defaults first, unless they diverge; then those of the trials, named 'trial N', that do
+        not; and why the others do. None where there is no trial.
+
+    Raises:
+        InputError: all diverge, or a run failed, with which the same command goes on.
     """
     if not trials:
         return [], {}
@@ -227,6 +234,7 @@ def race_defaults(
         out=config.out / f"final-{numbers}-{config.seeds}-seeds",
         sampler="random",
         pruner="none",
+        is_strict=True,
     )
     values = [
         {"arm": name, "lr": arm.rate, "seed": seed}
@@ -252,9 +260,14 @@ def do_runs(config: SweepConfig, values: Sequence[dict[str, Any]]) -> list[Froze
 
 
 def next_rates(own: float, tried: Mapping[float, Row]) -> list[float]:
-    """Return the rates of three digits that follow those tried: the arm's own, and around it."""
+    """Return the rates of three digits that follow those tried: the arm's own, and around it.
+
+    They are the next lower ones where training has diverged at each.
+    """
     rates = [own, own / STEP, own * STEP]
-    if tried:
+    if tried and not any(tried.values()):
+        rates = [min(tried) / STEP, min(tried) / STEP**2]
+    elif tried:
         ordered, best = sorted(tried), best_rate(tried)
         place = ordered.index(best)
         below = math.sqrt(ordered[place - 1] * best) if place else best / STEP
@@ -304,14 +317,17 @@ def make_plan(config: RaceConfig) -> Plan:
 def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float] | None:
     """Run the first epoch of an arm; return its seconds, after those to start and end a run.
 
-    The epoch is of whole images. None: the arm diverges in it, and may have a better rate.
+    The epoch is of whole images, and with folds that of the first one, which show whether there
+    can be so many: its seconds are as of a trial's rows. None: the arm diverges in it, and may have
+    a better rate.
 
     Raises:
         InputError: the run failed, or its first epoch takes too long.
     """
     limit = max(60, 30 * config.minutes / len(config.arms))
     with tempfile.TemporaryDirectory(dir=config.out) as scratch:
-        sweep = replace(config.sweep(epochs), ends_after_one=True, out=Path(scratch))
+        sweep = config.sweep(epochs, in_full=bool(config.folds))
+        sweep = replace(sweep, ends_after_one=True, out=Path(scratch))
         runner = TrialRunner(sweep, trial_arguments(sweep), gpu_slots(sweep))
         timer, began = threading.Timer(limit, runner.stop.set), time.monotonic()
         timer.start()
@@ -322,6 +338,8 @@ def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float
             trial = optuna.create_study().ask()
             runner(trial, [*arguments, "--eval_every", "1"])
             epoch = training_seconds(complete_rows(trial_folder(sweep, trial))[0])
+            if config.folds:
+                epoch *= (1 - config.val_fraction) / (1 - 1 / config.folds)
         except TrialFailed:
             return None
         except SystemExit as ended:
@@ -353,6 +371,11 @@ def conclude(
     limits = [*limits, *verdict.limits(arms)]
     if plan.epochs < config.wanted_epochs:
         limits.append(f"There was time for {plan.epochs} of {config.wanted_epochs} epochs.")
+    if any(arm.script.has_usual_epochs for arm in config.arms):
+        limits.append(
+            "The number of epochs is the race's; without --epochs the script chooses it by the "
+            "training rows."
+        )
     best, text = verdict.winner(arms), verdict.write_verdict(arms, config.out, limits)
     script = next(arm.script for arm in config.arms if arm.name == best.name)
     of_best = replace(config, script=script)

@@ -109,9 +109,10 @@ def write_winner(
         print(found[2:], end="")
     params = {} if chosen is None else chosen.params
     flags = config.script.flags(params)
+    what = "mAP" if flags["label_separator"] else "accuracy"
     comment = (
-        f"{found}# The best of {len(ranking)} trials of {config.script.file} by "
-        f"accuracy: {best.value:.4f} on held-out training rows.\n"
+        f"{found}# Trial {best.number} is the best of {len(ranking)} of {config.script.file} by "
+        f"{what}: {best.value:.4f} on rows that were held out.\n"
         f"# Each trial: {flags['epochs']} epochs of {flags['subset']:.0%} of the training set, "
         f"{config.nproc} process(es).\n"
     )
@@ -205,11 +206,16 @@ def write_recipe(
 def training_command(config: SweepConfig) -> str:
     """Return the command line that trains in full with the recipe, from any folder, quoted.
 
+    It starts as many processes as a trial has.
+
     It names the folder of the data, which the recipe leaves out, the file of --weights, and rows to
     hold out where own data is nothing but a training set.
     """
     script, flags = config.script, config.script.flags({})
     words = [sys.executable, str(ROOT / script.file)]
+    if config.nproc > 1:
+        start = ["env", f"PYTHON={sys.executable}", f"NGPU={config.nproc}", "bash"]
+        words = [*start, str(ROOT / "run_distributed.sh"), script.file]
     words += ["--recipe", str(config.out.resolve() / RECIPE)]
     for name in ("data_dir", "weights"):
         if flags[name] and (path := Path(flags[name])).exists():

@@ -36,7 +36,7 @@ def run_sweep(config: SweepConfig, first: Sequence[dict[str, Any]] = ()) -> optu
         Interrupted: Ctrl-C or another stop signal; the same command resumes the sweep.
     """
     arguments = trial_arguments(config)
-    config.script.check(arguments)
+    config.script.check(arguments, processes=config.nproc)
     runner = TrialRunner(config, arguments, gpu_slots(config))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with lock_run_folder(make_run_folder(str(config.out), config.script.file)):

@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class TargetScript:
     file: str  # name of the script, for example resnet50_test.py
     arguments: list[str]  # in each flag's own spelling, after those of their --recipe
     given: dict[str, Any]  # value of each flag in `arguments`, in the order of the script's parser
+    _: KW_ONLY
+    has_usual_epochs: bool = False  # of `USUAL_EPOCHS`: a run alone would choose them by its rows
 
     @functools.cached_property
     def parser(self) -> ScriptParser:
@@ -75,9 +77,9 @@ class TargetScript:
         for name in (*HELD_OUT, *ENDS):
             if name in given:
                 raise InputError(f"--{name}: {NOT_COMPARABLE}; leave it out, also of a recipe")
-        if not cls(file, arguments, given).flags({})["epochs"]:  # a run would choose them by rows
+        if has_usual_epochs := not cls(file, arguments, given).flags({})["epochs"]:
             arguments += ["--epochs", str(USUAL_EPOCHS)]
-        return cls(file, arguments, given)
+        return cls(file, arguments, given, has_usual_epochs=has_usual_epochs)
 
     def own_name(self, name: str) -> str:
         """Return the script's own name of a searched flag for any spelling, both without dashes.
@@ -151,13 +153,17 @@ class TargetScript:
             return measured.batch if measured else None
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value
 
-    def check(self, arguments: Sequence[str]) -> None:
+    def check(self, arguments: Sequence[str], *, processes: int) -> None:
         """Raise InputError where the script would refuse these arguments in every trial."""
         given = self.parser.defaults() | self.parser.given(arguments)
         is_own, folder = given["dataset"] in own_data.DATASETS, given["data_dir"]
         if is_own and not os.path.exists(folder):
             raise InputError(f"--data_dir {folder}: there is no such folder")
-        options.parse(self.parser, self.file.removesuffix(".py"), arguments)
+        os.environ["WORLD_SIZE"] = str(processes)  # of which some flags' effect depends
+        try:
+            options.parse(self.parser, self.file.removesuffix(".py"), arguments)
+        finally:
+            del os.environ["WORLD_SIZE"]
 
     def recipe(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe fixes of a trial: the shared flags and the searched values."""
@@ -183,10 +189,11 @@ class TargetScript:
         flags = self.flags({})
         shared = {name: value for name, value in self.given.items() if name not in MACHINE_FLAGS}
         if flags["dataset"] in own_data.DATASETS:
-            shared["data_dir"] = os.path.abspath(flags["data_dir"])
+            root = Path(os.path.abspath(flags["data_dir"]))
+            shared["data_dir"] = str(root)
             shared["data_dir's files"] = [
-                [str(path), path.stat().st_size if path.is_file() else file_count(path)]
-                for path in self.own_paths().values()
+                [path.name, path.stat().st_size if path.is_file() else file_count(path)]
+                for path in self.own_paths().values() or [root]
             ]
         return shared
 

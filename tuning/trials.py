@@ -126,6 +126,8 @@ class TrialRunner:
                 time.sleep(POLL_SECONDS)
         finally:
             terminate(process)
+        if rows[-1].get("rollbacks") and not self.config.keeps_weights:
+            raise TrialFailed("diverged at this rate, and went on at a lower one")
         return measured(rows[-1])
 
 

@@ -112,7 +112,8 @@ def test_text_from_files_is_escaped(tmp_path):
     evil = '<script>alert("1")</script>&'
     confusion = {**CONFUSION, "classes": [evil, "b", "c"]}
     worst = {"row": 1, "loss": 2.0, "labels": [[evil, 0.1]], "predicted": [], "text": evil}
-    result = {"epoch": 1, "eval_set": evil, "scores": None, "worst": [worst]}
+    scores = {"accuracy": 0.5, "temperature": 1.2}
+    result = {"epoch": 1, "eval_set": evil, "scores": scores, "worst": [worst]}
     flags = {"arch": evil, "weights": evil, "dataset": evil}
     run = write_run(tmp_path / "a<b>&'\"$x_", flags=flags, confusion=confusion)
     (run / "result.json").write_text(json.dumps(result))

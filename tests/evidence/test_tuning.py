@@ -145,6 +145,20 @@ def test_a_failed_trial_says_why(tmp_path):
     assert trials.how_it_failed(tmp_path, 2) == "error: no such file"
 
 
+def test_a_trial_that_went_on_at_a_lower_rate_has_diverged(tmp_path):
+    ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+    conftest.write(tmp_path, metrics__jsonl='{"epoch": 1, "rollbacks": 1, "test_accuracy": 0.5}\n')
+    for keeps in (False, True):
+        config = SimpleNamespace(script=None, keeps_weights=keeps, ends_after_one=False)
+        runner = trials.TrialRunner(config, [], None)
+        trial = mock.MagicMock(should_prune=lambda: False)
+        if keeps:  # in full, where the verdict names it
+            assert runner.follow(trial, tmp_path, process=ended) == 0.5
+        else:
+            with pytest.raises(trials.TrialFailed, match="diverged at this rate"):
+                runner.follow(trial, tmp_path, process=ended)
+
+
 def test_a_failure_among_the_last_of_several_jobs_ends_the_sweep(tmp_path, run_sweep):
     def fail(runner: object, trial: optuna.Trial, arguments: list[str]) -> float:
         trial.set_user_attr("folder", str(tmp_path))
@@ -173,6 +187,11 @@ def test_what_trials_have_in_common_names_own_data_and_its_files(here):
         before = common(f"{own} cats")
         conftest.write(here / folder, **new)
         assert common(f"{own} cats") != before, folder
+    conftest.write(here / "all/x", a="")  # no train, val or test
+    before = common(f"{own} all")
+    conftest.write(here / "all/y", b="")
+    assert common(f"{own} all") != before
+    assert common(f"{own} {here}/all") == common(f"{own} all")
 
 
 def test_a_recipe_of_one_optimizer_gives_another_one_nothing(here):
@@ -278,6 +297,7 @@ def test_trials_race_at_their_own_rates_and_none_twice(tmp_path):
     assert {each["arm"]: each["lr"] for each in values} == rates
     assert [each["seed"] for each in values] == [1, 1, 1, 3, 3, 3], "not that of the search"
     assert run.call_args.args[0].script.given["device"] == "cpu", "where no GPUs are divided"
+    assert run.call_args.args[0].is_strict, "a run that was killed is no loser"
     arms = compare.read_arms(script, [], flag="weights", values=["my run/best.pt", "b.pt"])
     assert arms[0].script.given["weights"] == "my run/best.pt"
 
@@ -321,6 +341,10 @@ def test_the_printed_command_trains_on_the_same_data(here, capsys):
         assert (str(here / "run-train") in arguments) == (split == "test")
         arguments += ["--epochs", "1", "--out", f"run-{split}", "--threads", "1"]
         assert conftest.call("texts", arguments) == 0, capsys.readouterr().err
+    config.nproc = 2
+    _, python, size, *words = shlex.split(results.training_command(config))
+    assert (python, size) == (f"PYTHON={sys.executable}", "NGPU=2")
+    assert words[:3] == ["bash", str(ROOT / "run_distributed.sh"), "transformer_test.py"]
 
 
 SCALED = {"lr_scaling": "sqrt", "base_bs": 96}
@@ -374,6 +398,7 @@ def test_arms_whose_rows_have_several_labels_are_compared_by_map():
     arms = []
     for name, accuracy, precision in (("a", 0.1, 0.9), ("b", 0.3, 0.5)):
         row = {"test_accuracy": accuracy, "test_map": precision, "train_seconds": 1.0}
+        row |= {"rollbacks": 1} if name == "b" else {}
         result = {"rows": 200} if name == "b" else {}
         run = ReportedRun(name, [row], {"commit": name}, {}, None, result)
         tried = {rate: {"val_accuracy": rate, "val_map": 1 - rate} for rate in (0.1, 0.3)}
@@ -384,12 +409,23 @@ def test_arms_whose_rows_have_several_labels_are_compared_by_map():
     limits = " ".join(verdict.limits(arms))
     assert "one test row" not in limits, "it is not known"
     assert "Runs are not of one commit: a and b;" in limits
+    assert "2 runs of b diverged and went on at a lower rate." in limits
+
+
+def test_what_folds_say_is_of_the_rows_of_all_folds():
+    confusion = SimpleNamespace(counts=torch.tensor([[6, 2], [6, 6]]).numpy())
+    row = {"test_accuracy": 0.6}
+    runs = [ReportedRun("", [row], {}, {"fold": "1/5"}, confusion, {})] * 5
+    limits = " ".join(verdict.limits([Contender("a", {0.1: row}, runs)]))
+    assert "Another 100 rows may change an accuracy by 4.9 points." in limits
+    assert "a has learned nothing: the largest class alone has 60.0 %." in limits
 
 
 def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsewhere():
     rows = {0.03: {"val_accuracy": 0.8}, 0.1: {"val_accuracy": 0.9, "val_loss": 0.4}}
     assert race.next_rates(0.1, {}) == [0.1, 0.0333, 0.3]
     assert race.next_rates(0.1, {**rows, 0.3: {}}) == [0.0548, 0.173]
+    assert race.next_rates(0.1, dict.fromkeys((0.1, 0.03, 0.3), {})) == [0.01, 0.00333]
     assert race.next_rates(0.1, {**rows, 0.3: {"val_accuracy": 0.9, "val_loss": None}})[1] == 0.173
     equal = {"val_accuracy": 0.9, "val_loss": 0.3}
     assert race.next_rates(0.1, {**rows, 0.3: equal}) == [0.173, 0.9]
@@ -398,6 +434,7 @@ def test_a_search_goes_beyond_a_best_rate_at_its_edge_and_halves_its_steps_elsew
 def test_a_wrong_race_is_one_line(run_sweep, here):
     conftest.write(here, a__yaml="epochs: 1\n", b__yaml="epochs: 2\n", val__csv="")
     conftest.write(here, own__yaml="dataset: folder\ndata_dir: .\n")
+    conftest.write(here, other__yaml="dataset: folder\ndata_dir: other\n")
     cases = [
         ("", "give either --optimizers"),
         ("--optimizers sgd", "give two values or more"),
@@ -406,6 +443,8 @@ def test_a_wrong_race_is_one_line(run_sweep, here):
         ("--vary ngd=true,false", "stands for --optimizer ngd; write --vary optimizer="),
         ("--vary seed=1,2", "all runs of a race have the same"),
         ("--vary recipe=a.yaml,b.yaml", "differ in epochs"),
+        ("--vary recipe=own.yaml,other.yaml", "differ in data_dir"),
+        ("--vary mixup=none,fmix --vary alpha=1,2", "--vary is given twice"),
         ("--vary recipe=a.yaml,a.yaml --recipe b.yaml", "--recipe: each run of the race has its"),
         ("--optimizers sgd adamw --lr 1", "--lr: each run of the race has its own"),
         ("--optimizers sgd adamw --epochs 1 --warmup 3", "warmup=3"),
@@ -535,10 +574,12 @@ def test_a_race_that_is_interrupted_finds_a_planted_difference(run_sweep, tmp_pa
 
 @pytest.mark.process
 def test_a_race_in_folds_compares_runs_of_the_same_fold(run_sweep, tmp_path, monkeypatch):
-    """Which leave the test set alone."""
-    monkeypatch.setattr(race, "make_plan", lambda config: race.Plan(3, 1))
+    """Which leave the test set alone; folds that there cannot be are refused at once."""
     words = ["resnet50_test.py", "--vary", "label_noise=0,0.9", *DIGITS, "--epochs", "1"]
-    words += ["--optimizer", "sgd", "--folds", "3", "--jobs", "2"]
+    words += ["--optimizer", "sgd", "--jobs", "2", "--folds", "3"]
+    code, _, error = run_sweep(None, *words, "--folds", "500", main=compare.main)
+    assert (code, "label_noise=0: " in error, "--fold 1/500" in error) == (2, True, True), error
+    monkeypatch.setattr(race, "make_plan", lambda config: race.Plan(3, 1))
     code, out, error = run_sweep(None, *words, main=compare.main)
     assert code == 0, error
     found = set()
