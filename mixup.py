@@ -462,7 +462,6 @@ class MetaMixup:
         self.wrong = 0.0
         self.row_losses = RowLosses(rows, device)
         self.rows = torch.empty(0, dtype=torch.long, device=device)  # of the next batches
-        self.mixed_rows = self.rows  # of the last one
 
     @property
     def slope(self) -> float:
@@ -471,14 +470,13 @@ class MetaMixup:
 
     def mix(self, labels: Tensor) -> Mix:
         """Sample the Mix of a batch; where `rows` does not say which rows these are, with k = 0."""
-        self.mixed_rows, self.rows = self.rows.tensor_split([len(labels)])
-        count, device = len(labels), labels.device
+        rows, count, device = self.rows[: len(labels)], len(labels), labels.device
         if not self.wrong:
             return Mix(torch.arange(count, device=device), torch.ones(count, device=device))
         partner = torch.randperm(count, device=device)
         logit = torch.logit(sample_beta(self.alpha, count, device=device), eps=LEAST_SHARE)
-        if self.alpha and len(self.mixed_rows) == count > 1:
-            excess = self.row_losses.excess[self.mixed_rows]  # that of others for a new row
+        if self.alpha and len(rows) == count > 1:
+            excess = self.row_losses.excess[rows]  # that of others for a new row
             excess = torch.where(excess.isnan(), excess.nanmean(), excess).nan_to_num()
             difference = excess[partner] - excess
             difference = difference / difference.std().clamp(min=1e-6)
@@ -486,9 +484,10 @@ class MetaMixup:
         return Mix(partner, torch.sigmoid(logit))
 
     def observe(self, logits: Tensor, labels: Tensor, mix: Mix) -> None:
-        """Take note of what the model said of the last mixed batch."""
-        if len(self.mixed_rows) == len(labels):
-            self.row_losses.add(self.mixed_rows, logits, labels=labels, mix=mix)
+        """Take note of what the model said of a batch, whose rows are the next of `rows`."""
+        rows, self.rows = self.rows.tensor_split([len(labels)])
+        if len(rows) == len(labels):
+            self.row_losses.add(rows, logits, labels=labels, mix=mix)
 
     def learn(self, predicted: Tensor, confidence: Tensor, labels: Tensor) -> None:
         """Learn from all held-out rows, after an epoch; see `wrong_labels` for the arguments."""

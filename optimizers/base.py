@@ -264,7 +264,8 @@ def step_unless_skipped(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
     Our optimizers and torch's fused ones read it on the device, so that nothing waits.
     """
-    if isinstance(optimizer, GradScalerOptimizer) or optimizer.defaults.get("fused"):
+    reads_it = getattr(optimizer, "_step_supports_amp_scaling", False)  # as torch's GradScaler asks
+    if isinstance(optimizer, GradScalerOptimizer) or reads_it:
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         try:
             optimizer.step()
@@ -304,11 +305,12 @@ def subtract_updates(
     A rate of one element on the device is not read by the host, so that a CUDA graph can contain
     the step.
     """
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
     if any(p.dtype != update.dtype for p, update in zip(parameters, updates)):
         for p, update in zip(parameters, updates):
             p.copy_(p - lr * update)
     elif isinstance(lr, Tensor):
-        rate = foreach_scalar(lr.reshape(()), updates)
+        rate = foreach_scalar(lr, updates)
         torch._foreach_sub_(parameters, torch._foreach_mul(updates, rate))
     else:
         torch._foreach_add_(parameters, updates, alpha=-lr)

@@ -116,8 +116,12 @@ class MixedCrossEntropy:
 
     def __call__(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> BatchLoss:
         if not self.is_mixing:
-            whole = torch.full((), float(len(labels)), device=labels.device)
-            return self.unmixed(model, inputs, labels)._replace(mix_weight=whole)
+            whole = labels.new_ones(len(labels), dtype=torch.float32)
+            logits = at_least_fp32(model(inputs))
+            self.observe(
+                logits, labels, Mix(torch.arange(len(labels), device=labels.device), whole)
+            )
+            return self.unmixed.compare(logits, labels)._replace(mix_weight=whole.sum())
         height, width = inputs.shape[-2:]
         mix = self.sample_mix(labels, height=height, width=width)
         if self.model_mixes:

@@ -43,7 +43,7 @@ class MetaLearner:
     def mixes(self, epoch: int) -> bool:
         """Whether the samples of an epoch, counted from 0, are mixed; asked at its start."""
         self.is_over |= epoch >= self.until
-        return not self.is_over or self.meta.wrong > 0
+        return self.meta.wrong > 0
 
     def end_epoch(self, model: nn.Module, *, world: World, **how: Any) -> dict[str, float]:
         """End an epoch of the policy by `outputs`; return what it adds to the row; collective."""
