@@ -4,8 +4,10 @@ saved = read_saved_model(settings, run)
 data = begin_with_weights(settings, run, model, saved, data)
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from cli.data import Data, Run
 from cli.factory import MIN_EVAL_BATCH
 from cli.flag_parser import flat
+from cli.options import print_once
 from cli.settings import Settings
 from cli.text_classification import TextSettings
 from distributed.agreement import local_main_first, raise_together
@@ -24,7 +27,7 @@ from models import image_models, lora, pretrained
 from models.hugging_face import Encoder, is_hf, read_encoder, refused
 from models.pretrained import SavedModel
 from training import linear_probe
-from training.checkpoint import load_into
+from training.checkpoint import latest_files, load_into
 from training.evaluation import EVAL_SET_NAMES
 from training.losses import is_right
 
@@ -53,7 +56,7 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
         return None
     with refused_as(f"--weights {settings.weights}"), local_main_first(run.world):
         if settings.weights != "DEFAULT":
-            saved = pretrained.read_saved_model(Path(settings.weights))
+            saved = read_weights(Path(settings.weights))
         elif is_of_texts:
             raise InputError("there are none for texts; use --arch hf:NAME")
         else:
@@ -63,6 +66,16 @@ def read_saved_model(settings: Settings, run: Run) -> SavedModel | None:
             usual = image_models.usual_preprocessing(arch)
             saved = dataclasses.replace(saved, preprocessing=usual)
         return saved
+
+
+def read_weights(path: Path) -> SavedModel:
+    """As `pretrained.read_saved_model`; of a run folder the newest checkpoint that can be read."""
+    files = latest_files(path) if path.is_dir() else []
+    for file, older in pairwise(files):
+        with contextlib.suppress(InputError):
+            return pretrained.read_saved_model(file)
+        print_once(f"warning: {file} is damaged; {older} is used instead")
+    return pretrained.read_saved_model(files[-1] if files else path)
 
 
 def begin_with_weights(
@@ -101,7 +114,8 @@ def begin_with_weights(
         data = probe(settings, run, model, data, is_new=is_new and settings.head == "probe")
     if settings.lora:
         with refused_as("--lora"):
-            lora.add_adapters(model, rank=settings.lora, classifier=head)
+            inputs, _ = next(iter(data.train.batches([torch.arange(min(2, len(data.train)))])))
+            lora.add_adapters(model, inputs, rank=settings.lora, classifier=head)
     return data
 
 

@@ -101,7 +101,7 @@ class ImageSettings(Settings):
         "them) images grow from small_size in small_stages", owner="augment",
         parts={**dict.fromkeys(["standard", *POLICIES], CHANGES), "none": SMALL_FIRST})
     freeze_norms: bool = flag(switch, False, "statistics of BatchNorm that stay those of "
-        "--weights, with which this is on")
+        "--weights, with which this is on", only_with=[{"weights": ON}])
     test_views: str = flag(Choice(VIEWS), "none", "views of a test image over which outputs are "
         "averaged at the end: itself and its mirror image, also shifted by a pixel")
     resident: str = flag(Choice(["auto", "yes", "no"]), "auto", "pixels on the device, or decoded "
@@ -254,7 +254,7 @@ def create_model(settings: ImageSettings, run: Run, data: Data) -> nn.Module:
         for size in sorted(sizes):  # those of small_epochs are smaller
             image_models.checked(model, arch, channels=metadata["channels"], image_size=size)
     model = model.to(run.world.device)
-    if settings.freeze_norms and not settings.freeze:
+    if settings.freeze_norms and settings.weights and not settings.freeze:
         pretrained.hold_norms(model)
     if isinstance(model, VGG8):
         most = min(len(images), WHITENING_ROWS, max(1, WHITENING_PIXELS // metadata["size"] ** 2))

@@ -37,6 +37,8 @@ INFERENCE = ("evaluate", "predict", "export")  # flags that use a trained model
 # What --predict and --export take of the flags that belong to the result; arch has to fit.
 OF_PREDICTION = ("arch", "model_args", "device", "deterministic", "batch_size", "text_column",
                  "label_column", "label_separator", "data_dir")  # fmt: skip
+# Groups of flags of which --evaluate takes none.
+OF_TRAINING = ("fine-tuning", "mixing of samples", "optimizer", "SLAMB", "learning rate")
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LORA_RATE = 10  # times that of whole layers (Schulman et al., "LoRA Without Regret", 2025)
 WARMUP_SHARE, LONGEST_WARMUP = 0.1, 5.0  # of the run, and epochs, where --warmup is not given
@@ -74,12 +76,13 @@ def parse(
         if found.warning:
             print_once(found.warning)
     known = {} if found is None else found.flags
-    defaults |= defaults_of_situation({**chosen, **known, **given}, parser)
+    kept = {} if found is None else {"weights": known.get("weights")}  # which began the run
+    defaults |= defaults_of_situation({**chosen, **known, **given, **kept}, parser)
     if found is not None:
         defaults |= restored_flags(found.flags, parser)
         if uses_trained_model(chosen) and not device.is_here(defaults["device"]):
             defaults |= {"device": "auto", "precision": "auto"}
-    flags = parser.merged(parser.merged(defaults, recipe), given)
+    flags = parser.merged(parser.merged(defaults, recipe), given) | kept
     for name, value in computed_defaults(flags, parser).items():
         if flags[name] is None:
             flags[name] = value
@@ -110,12 +113,16 @@ def parse(
             found.progress |= {"rollbacks": 0, "lr_factor": 1.0}
         found.changed = changed_flags(found.flags, flags, parser)
         found.given = {**recipe, **given}.keys()
-        if settings.predict or settings.export:
-            use = "predict" if settings.predict else "export"
-            ignored = {parser.flags[name].name for name in given if name not in OF_PREDICTION}
-            for name in sorted(ignored & found.changed.keys()):
-                name = f"--no-{name[2:]}" if found.changed[name][1] is False else name
-                print_once(f"warning: {name} has no effect with --{use}: the model stays as it was")
+        if use := next((name for name in reversed(INFERENCE) if flags[name]), None):
+            differs = {flag.dest for flag in parser.flags.values() if flag.name in found.changed}
+            differs |= {name for name in kept if name in given and given[name] != kept[name]}
+            for flag in (parser.flags[name] for name in sorted(differs.intersection(given))):
+                is_taken = flag.dest in OF_PREDICTION
+                if not is_taken and (use != "evaluate" or flag.group in OF_TRAINING):
+                    name = f"--no-{flag.name[2:]}" if flags[flag.dest] is False else flag.name
+                    print_once(
+                        f"warning: {name} has no effect with --{use}: the model stays as it was"
+                    )
     if not uses_trained_model(flags):
         with refused_as(f"--out {settings.out}"):
             run_folder.check_overwritten(settings.out, found)

@@ -39,6 +39,8 @@ def classify(path: str) -> dict[str, float]:
     [logits] = session.run(None, {session.get_inputs()[0].name: inputs})
     probabilities = np.exp(logits[0] - logits[0].max())
     probabilities /= probabilities.sum()
+    if "output" in info:  # of several labels
+        probabilities = 1 / (1 + np.exp(-logits[0]))
     return {name: float(p) for name, p in zip(info["classes"], probabilities)}
 
 

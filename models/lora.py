@@ -1,6 +1,6 @@
 """LoRA, low-rank updates of a frozen network (Hu et al., arXiv:2106.09685), by peft.
 
-add_adapters(model, rank=8, classifier=names)   # in place: trained are these and the classifier
+add_adapters(model, inputs, rank=8, classifier=names)  # in place: these and that are trained
 state = merged(model.state_dict())              # the weights of the network as it was, updated
 
 A linear layer of weight W (out, in) computes (W + SCALE B A) x with A (rank, in) and B (out, rank),
@@ -9,6 +9,7 @@ of which B begins as 0.
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from errors import needing
@@ -17,10 +18,16 @@ SCALE = 2.0  # alpha / rank, for any rank
 BASE, A, B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"  # of peft's names
 
 
-def add_adapters(model: nn.Module, *, rank: int, classifier: Collection[str]) -> None:
+def add_adapters(
+    model: nn.Module, inputs: Tensor, *, rank: int, classifier: Collection[str]
+) -> None:
     """Give each linear layer but the classifier an update of this rank, and freeze the rest.
 
+    Layers whose weights are read, and which are not called, get none, as in torchvision's Swin.
+    torch's fast path of its TransformerEncoderLayer, which reads them, is turned off.
+
     Args:
+        inputs: of the model, with which it runs once, in evaluation.
         classifier: names of its parameters, which are trained as they are.
 
     Raises:
@@ -29,8 +36,21 @@ def add_adapters(model: nn.Module, *, rank: int, classifier: Collection[str]) ->
     """
     with needing("LoRA", "peft"):
         from peft import LoraConfig, inject_adapter_in_model
-    layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    targets = [name for name in layers if f"{name}.weight" not in classifier]
+    torch.backends.mha.set_fastpath_enabled(False)
+    layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    called = set[str]()
+    hooks = [
+        layer.register_forward_hook(lambda *_, name=name: called.add(name))  # type: ignore[misc]
+        for name, layer in layers.items()
+    ]
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad():
+        model.eval()(inputs)
+    for hook in hooks:
+        hook.remove()
+    for module, is_training in modes.items():
+        module.training = is_training
+    targets = [name for name in layers if name in called and f"{name}.weight" not in classifier]
     if not targets:
         raise ValueError("this network has no linear layers before its classifier")
     config = LoraConfig(r=rank, lora_alpha=round(SCALE * rank), target_modules=targets)

@@ -93,21 +93,37 @@ def create_model(
 ) -> nn.Module:
     """Make a classifier of one's own, in training mode, after it has taken a sample.
 
+    Its weights of four axes are in channels_last, as images are.
+
     Args:
         sample: two inputs.
         settings, known: as of `call`.
     Raises:
-        InputError: as of `call`; or it is no module, or returns no logits (2, classes).
+        InputError: as of `call`; or it is no module, or returns no logits (2, classes), in
+            evaluation or in training.
     """
     model = call(name, classes, settings=settings, **known)
     if not isinstance(model, nn.Module):
         raise InputError(f"{name}: returned {type(model).__name__}, which is no torch.nn.Module")
-    with _one_line(name, f"take an input of {tuple(sample.shape)}"), torch.no_grad():
-        logits = model.eval()(sample)
-    if getattr(logits, "shape", None) != (2, classes):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise InputError(f"{name}: returned {found} for two inputs; logits are {(2, classes)}")
-    return model.train()
+    doing = f"take an input of {tuple(sample.shape)}"
+    if sample.ndim == 4:
+        doing += " in channels_last, where .flatten(1) takes what .view does not"
+        sample = sample.contiguous(memory_format=torch.channels_last)
+        with _one_line(name, "have weights in channels_last"):
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for is_training in (False, True):
+        kept = [buffer.clone() for buffer in model.buffers()]  # BatchNorm's statistics
+        with _one_line(name, doing), torch.no_grad():
+            logits = model.train(is_training)(sample)
+            for buffer, value in zip(model.buffers(), kept):
+                buffer.copy_(value)
+        if getattr(logits, "shape", None) != (2, classes):
+            found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            where = "in training" if is_training else "in evaluation"
+            raise InputError(
+                f"{name}: returned {found} for two inputs {where}; logits are {(2, classes)}"
+            )
+    return model
 
 
 @contextlib.contextmanager

@@ -97,20 +97,19 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         from cli.options import flag_arguments
         from input_pipeline import own_data
 
+        names = {each.strip("-").replace("-", "_").lower() for each in flags}
+        if others := sorted(names & {"data_dir", "help", "evaluate", "predict", "export"}):
+            raise InputError(f"fit({others[0]}=...): fit trains on its folder; leave it out")
         if flags.get("dataset", "csv") in own_data.DATASETS and not folder.exists():
             raise InputError(f"{folder}: there is no such folder")
         if "dataset" not in flags:
             flags["dataset"] = _own_dataset(folder, flags.get("label_separator"))
         flags = {"data_dir": folder, **flags}
-        script: Any
-        if flags["dataset"] == "folder":
-            import resnet50_test
+        import resnet50_test
+        import transformer_test
 
-            script = resnet50_test
-        else:
-            import transformer_test
-
-            script = transformer_test
+        is_of_images = flags["dataset"] in resnet50_test.parser().kind.datasets
+        script = resnet50_test if is_of_images else transformer_test
     parser = script.parser()
     words = [
         word
@@ -118,10 +117,7 @@ def fit(folder: str | Path, **flags: Any) -> Classifier:
         if value not in ({}, [])
         for word in flag_arguments(name, value, parser)
     ]
-    run = script.main(words)
-    if run is None:
-        raise InputError("fit trains: --evaluate, --predict and --export are for the scripts")
-    return load(run)
+    return load(script.main(words))
 
 
 def _own_dataset(folder: Path, label_separator: str | None) -> str:

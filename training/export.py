@@ -59,8 +59,6 @@ def export(
     Raises:
         InputError: a package is missing, the outputs differ, or the file cannot be written.
     """
-    model = model.cpu().float().eval()
-    expected = probabilities(model(example)).detach()
     texts = {name: json.dumps(value) for name, value in metadata.items()}
     sizes = {
         axis: torch.export.Dim(name, min=1, max=largest)
@@ -73,6 +71,8 @@ def export(
         writing(str(path), "file"),
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
     ):
+        model = model.cpu().float().eval()
+        expected = probabilities(model(example)).detach()
         file = Path(folder) / path.name
         if path.suffix == ".pt2":
             given = _export_pt2(model, example, file, sizes, metadata)

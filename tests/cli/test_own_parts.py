@@ -52,6 +52,19 @@ class Narrow(torch.nn.Module):
         self.layer = torch.nn.Linear(3, classes)
     def forward(self, x):
         return self.layer(x)
+class Viewing(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer, self.head = torch.nn.Conv2d(1, 4, 3), torch.nn.Linear(144, classes)
+    def forward(self, x):
+        return self.head(self.layer(x).view(-1, 144))
+class Auxiliary(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.head = torch.nn.Linear(64, classes)
+    def forward(self, x):
+        logits = self.head(x.flatten(1))
+        return (logits, logits) if self.training else logits
 def many(groups, lr):
     return 3
 class Closure(torch.optim.SGD):
@@ -119,7 +132,7 @@ def test_the_example_of_the_page_trains_and_is_used_as_any_network(parts):
     assert_same(load("photos/run").probabilities(images), found)
 
     script = TargetScript.read("resnet50_test.py", f"{OWN} {OPTIMIZER}".split())
-    script.check(script.arguments)
+    script.check(script.arguments, processes=1)
     assert script.usual("lr") == 3e-3
     shared = TargetScript.read("resnet50_test.py", OWN.split())
     arms = compare.read_arms(
@@ -176,8 +189,10 @@ def test_what_is_wrong_with_a_part_is_said_in_a_line(parts, refused):
         ("images", "--arch resnet20 --model_args width=3", "--arch resnet20 has no such setting"),
         ("images", "--arch wrong:build --model_args width=3", "wrong.py, line 7"),
         ("images", "--arch wrong:build --model_args width=0", "NoneType"),
-        ("images", "--arch wrong:build", "returned (2, 64) for two inputs; logits are (2, 10)"),
+        ("images", "--arch wrong:build", "returned (2, 64) for two inputs in evaluation; logits"),
         ("images", "--arch wrong:Narrow", "failed to take an input of (2, 1, 8, 8)"),
+        ("images", "--arch wrong:Viewing", ".flatten(1) takes what .view does not"),
+        ("images", "--arch wrong:Auxiliary", "returned tuple for two inputs in training"),
         ("images", "--optimizer my_parts:Lion", "has no default rate; give --lr"),
         ("images", "--optimizer wrong:Closure --lr 1", "its step needs arguments"),
         ("images", "--optimizer wrong:many --lr 1", "makes no torch.optim.Optimizer"),

@@ -106,6 +106,8 @@ if __name__ == "__main__":
         ("both", {{}}, "has the columns image and text"),
         ("texts", {{"resume": "auto"}}, "--resume auto: give --out"),
         ("texts", {{"evaluate": True, "checkpoint": "last"}}, "fit trains"),
+        ("texts", {{"data-dir": "photos"}}, "fit trains on its folder"),
+        ("none", {{"dataset": "cifar10", "tokenizer": "wordpiece"}}, "--tokenizer"),  # of images
     ):
         try:
             f.fit(folder, **more)

@@ -135,21 +135,47 @@ def test_lora_trains_what_it_adds_and_is_merged(folders, here):
     assert not torch.equal(state[head], before[head]), "the classifier is trained"
     loaded = classifier.load("run").model
     layered = Encoder(**found.metadata["encoder"], classes=len(found.classes)).eval()
-    lora.add_adapters(layered, rank=4, classifier=pretrained.classifier_names(layered))
+    lora.add_adapters(layered, tokens, rank=4, classifier=pretrained.classifier_names(layered))
     layered.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens), layered(tokens))
         for name, value in layered.named_parameters():
             value.mul_("lora_B" not in name)  # without what was learned
         assert not torch.allclose(loaded(tokens), layered(tokens))
-    other, _ = load(folders["xlm-roberta"])  # whose head has two layers
-    lora.add_adapters(other, rank=2, classifier=other.head_names())
+    other, tokens = load(folders["xlm-roberta"])  # whose head has two layers
+    lora.add_adapters(other, tokens, rank=2, classifier=other.head_names())
     trained = {name for name, p in other.named_parameters() if p.requires_grad}
     layers = {name.rpartition(".")[0] for name in trained if "lora_" not in name}
     assert layers == {"model.classifier.dense", "model.classifier.out_proj"}
     again = run("texts", base, "--lora 0 --weights run --epochs 1 --out again")
     assert "weights of run" in again
     assert "anew" not in again
+
+
+class ReadLayers(torch.nn.Module):
+    """torch's layer with a fast path, and a layer whose weight is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.read, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.nn.functional.linear(self.layer(x).mean(1), self.read.weight))
+
+
+def test_lora_is_given_to_layers_that_are_called_and_is_in_what_is_evaluated():
+    model, x = ReadLayers(), torch.randn(4, 5, 8)
+    lora.add_adapters(model, x, rank=2, classifier=("head.weight", "head.bias"))
+    assert model.training
+    given = {name.rpartition(".lora_")[0] for name in model.state_dict() if ".lora_" in name}
+    assert given == {"layer.linear1", "layer.linear2"}
+    for name, value in model.named_parameters():
+        torch.nn.init.normal_(value) if ".lora_" in name else None
+    plain = ReadLayers()
+    plain.load_state_dict(lora.merged(model.state_dict()))
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x))
 
 
 def test_what_does_not_fit_is_refused(folders, refused, monkeypatch):

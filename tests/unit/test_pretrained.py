@@ -23,6 +23,7 @@ from torch import nn
 from torchvision import models
 
 import ranks
+from cli import fine_tuning
 from conftest import each_of, run, write, write_images
 from errors import InputError
 from input_pipeline.text_datasets import read_headlines
@@ -243,7 +244,7 @@ def test_weights_are_refused_by_what_is_wrong():
         load_into(create_named(), SavedModel(create_named("resnet20").state_dict()))
 
 
-def test_files_without_the_weights_of_one_model_are_refused(tmp_path):
+def test_files_without_the_weights_of_one_model_are_refused(tmp_path, capsys):
     state, path = create_named().state_dict(), tmp_path / "x.pt"
     with_object = {"state_dict": state, "hyper_parameters": Path("x")}
     for content, message in (
@@ -256,6 +257,10 @@ def test_files_without_the_weights_of_one_model_are_refused(tmp_path):
             pretrained.read_saved_model(path)
     with pytest.raises(InputError, match="no such file"):
         pretrained.read_saved_model(tmp_path / "missing.pt")
+    torch.save({"model": state}, tmp_path / "last-1.pt")
+    (tmp_path / "last.pt").write_bytes((tmp_path / "last-1.pt").read_bytes()[:-900])
+    assert fine_tuning.read_weights(tmp_path).weights.keys() == state.keys()
+    assert "last.pt is damaged; " in capsys.readouterr().err
     for content in (b"", b"nothing", b"PK\x03\x04 half an archive"):
         for name in ("x.pt", "x.safetensors"):
             (tmp_path / name).write_bytes(content)

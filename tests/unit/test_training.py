@@ -117,6 +117,7 @@ def test_bad_steps_are_skipped_and_ten_go_back_with_half_the_rate(here, digits, 
     assert all(math.isfinite(row["train_loss"]) for row in rows)
     assert [row["lr"] for row in rows] == [0.1, 0.05]
     assert [row["step"] for row in rows] == [23, 46]
+    assert [row.get("rollbacks") for row in rows] == [None, 1]
     assert rows[-1]["test_accuracy"] > 0.3
     digits("--lr_schedule constant --lr 0.1 --epochs 3 --resume run")  # the same command again
     assert ranks.metrics(here / "run")[-1]["lr"] == 0.05
@@ -201,6 +202,10 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     warned, *_, line = resumed("--predict zero.png --image_size 16 --bs 3 --arch resnet20")
     assert warned == "warning: --image_size has no effect with --predict: the model stays as it was"
     assert line.startswith("zero.png: 0 ")
+    warned = resumed("--evaluate --lr 5 --epochs 9 --weights none.pt")[:2]
+    ignored = "has no effect with --evaluate: the model stays as it was"
+    assert warned == [f"warning: {name} {ignored}" for name in ("--lr", "--weights")]
+    assert conftest.parsed("images", "--resume run --epochs 9 --weights none.pt").weights is None
     metadata = exported_metadata("images")
     content = torch.load(folder / "run" / "last.pt", weights_only=True)
     for name in ("classes", "channels", "size", "mean", "std"):
@@ -235,6 +240,10 @@ def test_evaluate_predict_and_export_of_images(finished, monkeypatch):
     ):
         wanted = dict(zip(classifier.classes, row.tolist()))
         assert example["classify"](path) == pytest.approx(wanted, abs=1e-4)
+    example["info"]["output"] = ""  # of several labels
+    odds = {name: p / (1 - p) for name, p in example["classify"](path).items()}
+    shares = {name: each / sum(odds.values()) for name, each in odds.items()}
+    assert shares == pytest.approx(wanted, abs=1e-3), "the sigmoid of the same logits"
 
 
 def exported_metadata(script: str) -> dict:
