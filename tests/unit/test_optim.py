@@ -241,6 +241,18 @@ def test_skipped_steps_leave_no_trace(name, skipped, is_fused, monkeypatch):
         assert_same(snapshot(optimizer), snapshot(peer))
 
 
+def test_a_step_that_does_not_read_whether_it_is_skipped_is_not_called():
+    class Plain(torch.optim.Optimizer):
+        def step(self):
+            self.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Plain([weight], {"fused": True})
+    for skip in (True, False):
+        step_unless_skipped(optimizer, torch.tensor(skip))
+        assert weight.isnan().any() != skip
+
+
 @each_of("name", OURS)
 @each_of("bad", [False, True])
 def test_a_grad_scaler_unscales_and_skips(name, bad):
@@ -390,6 +402,12 @@ def test_a_closure_and_a_rate_in_a_tensor_take_the_same_step(name, lr):
 
     assert optimizer.step(closure) == 2.5
     assert_same(snapshot(optimizer), snapshot(train(peer, [0])), 1e-6)
+    halves = [torch.nn.Parameter(torch.zeros(shape).bfloat16()) for shape in ((4, 4), (3,), ())]
+    optimizer = create(name, halves, lr=torch.tensor(lr))
+    set_gradients(halves, 0)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in halves)
+    assert halves[1].any() or name == "lars", "LARS moves no weights of zeros"
 
 
 MOMENTUM = {"momentum": 1.0}
