@@ -130,6 +130,23 @@ def test_the_excess_of_a_row_is_the_mean_over_its_two_places():
     assert torch.equal(weight, meta.mix(torch.zeros(8, dtype=torch.long)).weight)
 
 
+def test_rows_are_observed_before_labels_are_known_to_be_wrong():
+    meta, model = MetaMixup(8), torch.nn.Linear(3, 2)
+    learner = MetaLearner(meta, mock.Mock(), until=5)
+    loss_fn = MixedCrossEntropy(meta.mix, False, observe=meta.observe, mixes=learner.mixes)
+    assert loss_fn.start_epoch(0), "nothing is mixed"
+    rows, x, labels = torch.tensor([5, 0, 3, 6]), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    learner.begin_step(rows, again=False)
+    found = loss_fn(model, x, labels)
+    meta.row_losses.end_epoch()
+    losses = -model(x).detach().log_softmax(1)[torch.arange(4), labels]
+    torch.testing.assert_close(meta.row_losses.excess[rows], losses)
+    torch.testing.assert_close(found.loss.detach(), losses.mean())
+    assert (found.mix_weight, len(meta.rows)) == (4, 0)
+    meta.wrong = 0.3
+    assert loss_fn.start_epoch(1)
+
+
 class Texts:
     """Texts whose first token tells the class, and whose second one is 6 + the row's number."""
 
