@@ -317,9 +317,9 @@ def make_plan(config: RaceConfig) -> Plan:
 def time_arm(config: RaceConfig, arm: Arm, *, epochs: int) -> tuple[float, float] | None:
     """Run the first epoch of an arm; return its seconds, after those to start and end a run.
 
-    The epoch is of whole images, and with folds that of the first one, which show whether there
-    can be so many: its seconds are as of a trial's rows. None: the arm diverges in it, and may have
-    a better rate.
+    The epoch is of whole images. With folds it is that of the first fold's run, so that a number of
+    folds that is too large is refused before the search; the seconds are scaled to a trial's rows.
+    None: the arm diverges in it, and may have a better rate.
 
     Raises:
         InputError: the run failed, or its first epoch takes too long.

@@ -159,7 +159,7 @@ class TargetScript:
         is_own, folder = given["dataset"] in own_data.DATASETS, given["data_dir"]
         if is_own and not os.path.exists(folder):
             raise InputError(f"--data_dir {folder}: there is no such folder")
-        os.environ["WORLD_SIZE"] = str(processes)  # of which some flags' effect depends
+        os.environ["WORLD_SIZE"] = str(processes)  # on which the effect of some flags depends
         try:
             options.parse(self.parser, self.file.removesuffix(".py"), arguments)
         finally:
