@@ -54,6 +54,8 @@ class Data:
     labels: Tensor  # (rows,) class numbers of the training set; or (rows, classes) of 0 and 1
     held_out: BatchedDataset | None = None  # from which a mixing policy learns: `policy_rows`
     model_mixes: bool = False  # it mixes hidden representations itself; see `MixedCrossEntropy`
+    seconds: float = 0.0  # that computing features of the training set took
+    eval_seconds: float = 0.0  # of the others
     # What a report shows of a row of an evaluation set, by the name of the set.
     shown: Mapping[str, Callable[[int], dict[str, str]]] = field(default_factory=dict)
 

@@ -435,7 +435,7 @@ def create_trainer(
     if is_new and (changes := describe_last(segments)):
         log.info(f"the run goes on with {changes}")
     torch.manual_seed(settings.seed * 1009 + 1 + world.rank)  # each rank has dropout of its own
-    return Trainer(
+    trainer = Trainer(
         model,
         optimizer,
         loss.function,
@@ -457,6 +457,10 @@ def create_trainer(
         ),
         shown=data.shown,
     )
+    if run.checkpoint is None:  # what computing features took is a part of the run
+        trainer.progress.seconds = data.seconds + data.eval_seconds
+        trainer.progress.eval_seconds = data.eval_seconds
+    return trainer
 
 
 def create_trainer_config(

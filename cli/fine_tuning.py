@@ -6,6 +6,7 @@ data = begin_with_weights(settings, run, model, saved, data)
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -168,8 +169,8 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
     most, world = None if keeps else MOST_PROBED, run.world
     name, classes = "test" if "test" in data.eval_sets else "val", data.metadata["classes"]
     sets = {**(data.eval_sets if keeps else {name: data.eval_sets[name]}), "train": data.train}
-    features = {}
-    for key, each in sets.items():
+    features, ends = {}, [time.perf_counter()]
+    for key, each in sets.items():  # the training set last
         with world.waiting_at_most(world.limits.start):
             found = linear_probe.compute_features(
                 model,
@@ -185,6 +186,7 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
         if found is None:
             return data
         features[key] = linear_probe.Features(*found, world.device)
+        ends.append(time.perf_counter())
     if is_new:
         train, evaluated = features["train"], features[name]
         fitted = linear_probe.fit_probe(train.features, train.labels, classes=len(classes))
@@ -205,6 +207,9 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
         if len(labels) == len(data.eval_sets[name]):  # else it is of a part of the set
             reached = {"features": "", "accuracy": accuracy, "largest_class": 0.0}
             data.metadata["probe"] = {**reached, "eval_set": name}
+    data = dataclasses.replace(
+        data, seconds=time.perf_counter() - ends[-2], eval_seconds=ends[-2] - ends[0]
+    )
     if not keeps:
         return data
     # Other layers are frozen: the model takes what its head sees in place of inputs.

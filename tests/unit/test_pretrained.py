@@ -127,6 +127,9 @@ def test_a_frozen_network_stays_and_computes_each_row_once(source, small, monkey
     with mock.patch("cli.fine_tuning.keeps_features", return_value=False):
         run("images", TUNE, frozen, "--out each")
     once, rest, each = (ranks.metrics(Path(name)) for name in ("once", "rest", "each"))
+    times = json.loads(Path("once/metrics.jsonl").read_text().splitlines()[0])
+    of_steps = times["train_seconds"] + times["eval_seconds"]
+    assert times["seconds"] - of_steps > 0.001, "what the network computed counts"
     for name in ("train_loss", "test_loss", "test_accuracy"):
         assert [row[name] for row in rest] == [row[name] for row in once]
         assert [row[name] for row in each] == pytest.approx([row[name] for row in once], rel=1e-4)
