@@ -80,8 +80,8 @@ def sample_beta(
         if not 0 <= weight <= 1:
             raise ValueError(f"weight={weight} must be between 0 and 1")
         return torch.full((count,), weight, device=device)
-    if not alpha >= 0:
-        raise ValueError(f"alpha={alpha} must be at least 0")
+    if not 0 <= alpha <= 1e38:
+        raise ValueError(f"alpha={alpha} must be from 0 to 1e38")
     alphas = torch.full((2, count), alpha, dtype=torch.float64, device=device)
     own, other = torch._standard_gamma(alphas, generator=generator)
     underflow = (own == other) & (own < 1)

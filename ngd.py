@@ -9,8 +9,9 @@ multiplied by F^(-1/2), where F is the momentum's second moment along the shorte
 momentum: no expectation, and so no Fisher matrix). F is known in the leading directions, which are
 followed from step to step, and taken for a multiple of the identity in the others. Every step has
 the same length, which depends on the weight's shape alone, unless nearly no momentum is left: a
-weight with gradients of zeros, in place of None, goes on for some 60 steps. The shape is meant for
-outputs first, unlike those of transposed convolutions and of GPT-2's Conv1D.
+weight with gradients of zeros, in place of None, goes on for some 65 steps at momentum 0.6, 320 at
+0.9. The shape is meant for outputs first, unlike those of transposed convolutions and of GPT-2's
+Conv1D.
 Embeddings, classifiers, biases and normalisation take the step of AdamW. Of weights in shards
 (FSDP's DTensors) one rank owns each matrix: it gathers X, and sends F^(-1/2) X back to the shards.
 

@@ -62,9 +62,10 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return F.dropout(x, self.p)  # one kernel there, fused with what follows
-        threshold = min(255, round(self.p * 256))
+        threshold = round(self.p * 256)
+        has_bytes = x.device.type == "cpu" and threshold < 256
+        if not has_bytes or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return F.dropout(x, self.p)  # one kernel on GPUs, fused with what follows
         random_words = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),))  # of 8 bytes
         random_bytes = random_words.view(torch.uint8)[: x.numel()]
         keep = (random_bytes >= threshold).view(x.shape)

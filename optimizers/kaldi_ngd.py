@@ -144,7 +144,7 @@ class KaldiNGD(GradScalerOptimizer):
         The batches take turns in updating their estimates.
         """
         directions = list(grads)
-        for number, indices in enumerate(self._batches(group, parameters, grads=grads)):
+        for number, indices in enumerate(self._batches(parameters, grads=grads)):
             states = [self.state[parameters[index]] for index in indices]
             step = states[0].get("step", 0)
             learns = step < FIRST_UPDATES or (step + number) % group["update_period"] == 0
@@ -155,9 +155,7 @@ class KaldiNGD(GradScalerOptimizer):
                 directions[index] = direction
         return directions
 
-    def _batches(
-        self, group: dict[str, Any], parameters: list[Tensor], *, grads: list[Tensor]
-    ) -> Iterator[list[int]]:
+    def _batches(self, parameters: list[Tensor], *, grads: list[Tensor]) -> Iterator[list[int]]:
         """Yields the indices of matrices of one shape, dtype, device and number of gradients."""
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for index, (p, grad) in enumerate(zip(parameters, grads)):

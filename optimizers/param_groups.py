@@ -15,16 +15,17 @@ NORMS = (nn.LayerNorm, *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []))
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Splits the parameters into a group with weight decay and one without.
 
-    Matrices, convolutions and embeddings, also those of positions, are decayed; biases, norms and
-    other positions are not. Every parameter that requires a gradient is in exactly one group. Empty
-    groups are left out.
+    Matrices, convolutions and embeddings, also those of positions, are decayed; biases, norms,
+    other positions, and scales and tokens (three axes, one longer than 1) are not. Every parameter
+    that requires a gradient is in exactly one group. Empty groups are left out.
     """
     norms = parameters_of(model, NORMS)
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_bias = parameter.ndim <= 1 or name.rpartition(".")[2].startswith("bias")
+            is_vector = parameter.ndim in (0, 1, 3) and long_axes(parameter) <= 1
+            is_bias = is_vector or name.rpartition(".")[2].startswith("bias")
             is_decayed = not (is_bias or parameter in norms or is_position(name))
             (decayed if is_decayed else undecayed).append(parameter)
     groups = [
@@ -45,7 +46,7 @@ def ngd_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     left_out = parameters_of(model, (nn.Embedding, nn.EmbeddingBag))
     left_out |= {p for p in parameters_of(model, NORMS) if p.ndim > 1}
     heads = classifier_prefixes(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # also of shared ones
         if is_position(name) or name.startswith(heads):
             left_out.add(parameter)
     groups = []
@@ -80,8 +81,12 @@ def is_matrix(parameter: Tensor, group: dict[str, Any]) -> bool:
 
     One without elements is under AdamW, where there is nothing to do.
     """
-    has_two_axes = sum(length > 1 for length in parameter.shape) >= 2
-    return bool(group["ngd"]) and has_two_axes and parameter.numel() > 0
+    return bool(group["ngd"]) and long_axes(parameter) >= 2 and parameter.numel() > 0
+
+
+def long_axes(parameter: Tensor) -> int:
+    """The number of axes longer than 1."""
+    return sum(length > 1 for length in parameter.shape)
 
 
 def is_position(name: str) -> bool:

@@ -53,9 +53,9 @@ class DynamicBatchSampler(data.Sampler[list[int]]):
         rows: of the training set.
         batch_size: samples of the first global batch, that is of all ranks.
         rule: how the size changes over time, one of dynamic_batch.py, or None.
-        low: samples of the smallest global batch; None is a sixteenth of `batch_size`, but at
+        low: samples of a rule's smallest global batch; None is a sixteenth of `batch_size`, but at
             least two samples for each rank.
-        high: samples of the largest one; None is sixteen times `batch_size`, or all rows.
+        high: samples of its largest one; None is sixteen times `batch_size`, or all rows.
         lr_power: the learning rate is to be multiplied by (size / batch_size) ** lr_power.
         balancer: how a batch is shared out among the ranks, or None for equal shares.
         seed: of the order of the rows.

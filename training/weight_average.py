@@ -5,7 +5,7 @@ average.update()                          # after each step
 evaluate(average.model, ...)              # a model of its own
 
 Averaged weights are those of a longer schedule: they make up for a learning rate that is still
-large (Polyak and Juditsky, 1992). After t steps the weights of the last step count by
+large (Polyak and Juditsky, 1992). After t > 1 steps the weights of the last step count by
 
     1 - min(decay, t / (t + 10)),
 

@@ -170,6 +170,7 @@ def test_dropout_by_bytes_drops_that_share_and_keeps_the_mean(p):
     y.sum().backward()
     assert torch.equal(x.grad, y), "the gradient passes where the value does"
     assert torch.equal(dropout.eval()(x), x)
+    assert not Dropout(1.0)(x).any()
 
 
 def test_a_prior_adds_its_scores_over_the_root_of_the_words():

@@ -153,7 +153,9 @@ def test_embeddings_the_classifier_and_positions_are_not_under_ngd():
     model = nn.ModuleDict(
         {"embed": nn.Embedding(9, 4), "conv": nn.Conv2d(3, 4, 3), "mlp": nn.Linear(4, 8)}
     )
-    model["norm"], model["head"] = nn.LayerNorm([4, 5]), nn.Linear(8, 3)
+    model["norm"], model["tied"] = nn.LayerNorm([4, 5]), nn.Linear(8, 3)
+    model["head"] = nn.Linear(8, 3)
+    model["head"].weight = model["tied"].weight
     model.register_parameter("pos_embed", nn.Parameter(torch.zeros(5, 4)))
     names = {p: name for name, p in model.named_parameters()}
 

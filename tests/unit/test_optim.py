@@ -148,9 +148,11 @@ def test_decay_groups_hold_each_trained_parameter_once_and_decay_matrices_but_po
     model[2].weight = model[1].weight  # tied
     model.extend([nn.LayerNorm([2, 3]), nn.MultiheadAttention(4, 2, add_bias_kv=True)])
     model.register_parameter("post_mix", weight(4, 4))
+    model.register_parameter("layer_scale", weight(4, 1, 1))  # as of ConvNeXt
     model[0].bias.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     kept = {model[3].positions, *model[4].parameters(), model[5].bias_k, model[5].bias_v}
+    kept.add(model.layer_scale)
     matrices = [p for p in trained if p.ndim > 1 and p not in kept]
     held = {group["weight_decay"]: group["params"] for group in decay_groups(model, 0.1)}
     assert [id(p) for p in held[0.1]] == [id(p) for p in matrices]
