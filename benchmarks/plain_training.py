@@ -92,7 +92,7 @@ class Collate:
         self.tokenizer, self.max_len = tokenizer, max_len
 
     def __call__(self, rows: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
-        texts = [text_datasets.clean_text(text) for text, _ in rows]
+        texts = [text_datasets.clean_text(text_datasets.repair(text)) for text, _ in rows]
         ids = [torch.tensor(self.tokenizer.encode(text).ids[: self.max_len]) for text in texts]
         return pad_sequence(ids, batch_first=True), torch.tensor([label for _, label in rows])
 

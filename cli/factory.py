@@ -29,7 +29,7 @@ from cli.data import Data, Run, class_numbers, policy_rows, redrawn_by
 from cli.flag_parser import Scope, ScriptParser
 from cli.optimizers import optimizer_choice
 from cli.options import create_lr_schedule, uses_trained_model
-from cli.settings import S, Settings
+from cli.settings import S, Settings, begins_with_weights
 from distributed import comm_hooks, fsdp
 from distributed.agreement import check_equal, on_main, report_restart
 from distributed.diloco import DiLoCo
@@ -146,6 +146,7 @@ def with_batch_size(settings: S, run: Run, data: Data) -> S:
         changed["--bs"] = [settings.batch_size, fitting]
         return replace(settings, batch_size=fitting)
     steps = settings.fewest_steps if settings.dynamic_batch == "none" else CHANGING_STEPS
+    steps = 1 if begins_with_weights(vars(settings)) else steps
     batch = max(round(rows / steps / ranks), SMALLEST_BATCH)
     usual = settings.usual_batch(ranks)
     batch = max(1, min(usual, batch, rows // ranks))

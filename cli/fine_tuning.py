@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cli.data import Data, Run
-from cli.factory import MIN_EVAL_BATCH
+from cli.factory import MIN_EVAL_BATCH, class_weights
 from cli.flag_parser import flat
 from cli.options import print_once
 from cli.settings import Settings
@@ -132,7 +132,7 @@ def load_weights(
     if isinstance(model, Encoder):
         flags = ("arch",)  # as it takes texts of any length
     given = flat({name: saved.flags[name] for name in flags if name in saved.flags})
-    own = flat(vars(settings))
+    own = {**flat(vars(settings)), "image_size": metadata.get("size")}
     if other := next((name for name in given if own.get(name) != given[name]), None):
         raise InputError(
             f"--weights {settings.weights}: is of a model of --{other}={given[other]}; give that "
@@ -189,7 +189,14 @@ def probe(settings: Settings, run: Run, model: nn.Module, data: Data, *, is_new:
         ends.append(time.perf_counter())
     if is_new:
         train, evaluated = features["train"], features[name]
-        fitted = linear_probe.fit_probe(train.features, train.labels, classes=len(classes))
+        weights = class_weights(settings, run, data)
+        if settings.balanced_sampling:
+            counts = train.labels.bincount(minlength=len(classes)).clamp(min=1)
+            drawn = len(train.labels) / (counts * len(train.labels.unique()))
+            weights = drawn if weights is None else drawn * weights
+        fitted = linear_probe.fit_probe(
+            train.features, train.labels, classes=len(classes), class_weights=weights
+        )
         of_main = world.broadcast([each.cpu() for each in fitted])  # a GPU's would stay on that GPU
         weight, bias = (each.to(world.device) for each in of_main)
         with torch.no_grad():

@@ -20,7 +20,7 @@ from backends import device, torch_compat
 from cli import compatibility
 from cli.flag_parser import Choice, Flag, Scope, ScriptParser, setting, switch
 from cli.optimizers import optimizer_choice
-from cli.settings import S, Settings
+from cli.settings import S, Settings, begins_with_weights
 from cli.yaml_file import read_yaml
 from distributed.worker import launcher_id
 from distributed.world import under_torchrun
@@ -241,7 +241,8 @@ def defaults_of_situation(chosen: Mapping[str, Any], parser: ScriptParser[S]) ->
     """
     kind = parser.kind
     if begins_with_weights(chosen):
-        return {**kind.pretrained, **(kind.frozen if chosen["freeze"] else {})}
+        of_rows = {"batch_size": 0}  # until the rows are known
+        return {**kind.pretrained, **of_rows, **(kind.frozen if chosen["freeze"] else {})}
     if (measured := kind.measured_for(chosen)) is None:
         return {}
     base = {"base_bs": measured.batch} if chosen["optimizer"] in measured.lr else {}
@@ -251,11 +252,6 @@ def defaults_of_situation(chosen: Mapping[str, Any], parser: ScriptParser[S]) ->
 def usual_warmup(epochs: int, longest: float = LONGEST_WARMUP) -> float | None:
     """The default of --warmup, in epochs; None while the rows that choose --epochs are not read."""
     return min(WARMUP_SHARE * epochs, longest) if epochs else None
-
-
-def begins_with_weights(flags: Mapping[str, Any]) -> bool:
-    """Whether a network that was trained before is trained on."""
-    return flags["weights"] is not None or is_hf(flags["arch"])
 
 
 def uses_trained_model(flags: Mapping[str, Any]) -> bool:

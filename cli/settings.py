@@ -368,6 +368,8 @@ class Settings:
 
     def usual_batch(self, parts: int) -> int:
         """Samples of a part of a step, where --bs is not given; each process has --accumulate."""
+        if begins_with_weights(vars(self)):
+            return self.pretrained["batch_size"]
         measured = self.measured_for(vars(self))
         return max(1, measured.batch // parts) if measured else self.usual_batch_size
 
@@ -389,6 +391,11 @@ class Settings:
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def begins_with_weights(flags: Mapping[str, Any]) -> bool:
+    """Whether a network that was trained before is trained on."""
+    return flags["weights"] is not None or is_hf(flags["arch"])
 
 
 def script_parser(

@@ -36,10 +36,11 @@ PARQUET_ROWS = 1024  # read at a time: a row may hold an image
 SEPARATORS = {".csv": re.compile(r'"[^"]*"|[,;\t|]'), ".tsv": re.compile(r"\t")}
 LONGEST_CELL = 10**8  # characters: a quote that is never closed does not fill the memory
 NESTED = (
-    "a list, an object or bytes; write a string, or choose another column (images that lie in the "
-    "table itself: --dataset hf:FOLDER)"
+    "a list, an object or bytes; write a string, choose another column, or for several labels give "
+    "--label_separator (images that lie in the table itself: --dataset hf:FOLDER)"
 )
 """This very object is the cell of a nested value, or of bytes."""
+LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(
@@ -125,7 +126,13 @@ class CsvTable:
             cell = row[self.label]
             if cell not in labels:
                 parts = [cell] if self.separator is None else cell.split(self.separator)
-                parts = json.loads(cell) if isinstance(cell, ListedNames) else parts
+                if isinstance(cell, ListedNames):
+                    parts = json.loads(cell)
+                elif self.separator is not None and LIST.fullmatch(cell):
+                    raise InputError(
+                        f"{self.path}, row {number}: the label {shorten(cell)} is a list written "
+                        "as text; write lists in .jsonl or .parquet, or names with separators"
+                    )
                 labels[cell] = tuple(filter(None, map(normal_form, parts)))
                 if unknown := [name for name in labels[cell] if known and name not in known]:
                     raise InputError(

@@ -206,6 +206,8 @@ def fold_of_rows(labels: Tensor, folds: int, *, seed: int, groups: Sequence[str]
         few = f"{number} groups" if groups else f"{fewest} rows of the smallest class"
         raise ValueError(f"there are {few}; give fewer folds")
     kind = StratifiedGroupKFold if groups else StratifiedKFold
+    if groups and folds > int(labels.bincount().max()):
+        labels = torch.zeros_like(labels)  # no class can be in every fold
     fold = torch.empty(len(labels), dtype=torch.int64)
     with warnings.catch_warnings():  # of classes with fewer rows than folds
         warnings.simplefilter("ignore")
@@ -230,8 +232,7 @@ def held_out_rows(
         ValueError: a class has no training rows, or there are no validation rows.
     """
     if groups:
-        most = min(MOST_FOLDS, len({*groups}), int(labels.bincount().max()))
-        share = Fraction(fraction).limit_denominator(most)
+        share = Fraction(fraction).limit_denominator(min(MOST_FOLDS, len({*groups})))
         if share in (0, 1):
             raise ValueError(f"{fraction:g} of {len({*groups})} groups is none or all of them")
         fold = fold_of_rows(labels, share.denominator, seed=seed, groups=groups)

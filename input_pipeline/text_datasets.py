@@ -32,11 +32,13 @@ from input_pipeline.csv_tables import (
     SUFFIXES,
     ColumnChoice,
     CsvTable,
+    Rows,
     numbered,
     open_table,
     read_rows,
     sort_classes,
     utf8_lines,
+    without_surrogates,
 )
 from input_pipeline.own_data import (
     check_no_own,
@@ -63,6 +65,7 @@ MIN_CHECKED_ROWS = 20  # a training file of fewer rows may have as many classes 
 MAX_CLASSES_PER_ROW = 0.5  # more are no classes, so another column was meant
 TAG = re.compile(r"</?[A-Za-z!][^<>]*>")
 URL = re.compile(r"(?:https?://|www\.)[!-~]+")  # ASCII: some scripts have no space behind it
+REPAIRED = ("agnews", "headlines")  # data sets of texts that `repair` is for
 ENTITY_WITHOUT_AMPERSAND = re.compile(r"(?<![&\w])(#\d{2,4}|quot|amp|lt|gt|nbsp|apos|mdash|ndash);")
 """AG News has lost the ampersand of many entities, such as '#39;' for an apostrophe."""
 
@@ -110,10 +113,18 @@ def clean_text(text: str) -> str:
     >>> clean_text('Oil &lt;b&gt;up&lt;/b&gt;  at www.example.com today')
     'Oil up at today'
     """
-    text = text.encode("utf-8", "replace").decode("utf-8").replace("\\", " ")
-    text = ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text)
+    text = without_surrogates(text).replace("\\", " ")
     text = URL.sub(" ", TAG.sub(" ", html.unescape(text)))
     return unicodedata.normalize("NFC", " ".join(text.split()))
+
+
+def repair(text: str) -> str:
+    """Give the entities of AG News their ampersands again.
+
+    >>> repair('Stocks #36;5 up; it#39;s #1')
+    'Stocks &#36;5 up; it&#39;s #1'
+    """
+    return ENTITY_WITHOUT_AMPERSAND.sub(r"&\1;", text)
 
 
 def read_text_splits(
@@ -155,7 +166,12 @@ def read_headlines() -> dict[str, TextSplit]:
 
 def read_agnews_file(path: Path) -> TextSplit:
     """Read a file in the format of AG News: class from 1 to 4, title, description; no header."""
-    table = CsvTable(path, [], label=0, texts=(1, 2), read=partial(read_rows, path, columns=3))
+
+    def read() -> Rows:
+        for number, row in read_rows(path, columns=3):
+            yield number, [*map(repair, row)]
+
+    table = CsvTable(path, [], label=0, texts=(1, 2), read=read)
     return read_table(table, [str(number + 1) for number in range(len(AGNEWS_CLASSES))])[0]
 
 

@@ -100,7 +100,7 @@ class Encoder(nn.Module):
         """Take the pretrained weights, of the classifier those of classes of the same name.
 
         Returns a line that says what was loaded, and which layers and outputs begin anew; and
-        whether all outputs do.
+        whether any output does.
         """
         from transformers import AutoConfig
 
@@ -130,7 +130,8 @@ class Encoder(nn.Module):
         new = new.difference(head)
         line = f"weights of {arch}: {len(state) - len(new) - (0 if rows else len(head))} tensors"
         line += f"; begin anew: {list_names(sorted(new))}" if new else ""
-        return line + describe_rows(head[0].rpartition(".")[0], rows, classes), not rows
+        line += describe_rows(head[0].rpartition(".")[0], rows, classes)
+        return line, len(rows) < len(classes)
 
     def forward(
         self, tokens: Tensor, partner: Tensor | None = None, weight: Tensor | None = None

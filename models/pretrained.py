@@ -179,7 +179,7 @@ def load_pretrained(
         flags: what says which model it is, for messages.
         kept: names of what stays the model's own, whether or not there is a weight of that name.
     Returns:
-        A line that says what was loaded, and which outputs begin anew; and whether all do.
+        A line that says what was loaded, and which outputs begin anew; and whether any does.
     Raises:
         InputError: other weights than the classifier's are missing, unknown or of another shape.
     """
@@ -207,14 +207,16 @@ def load_pretrained(
     except RuntimeError as error:  # whose first line is a heading
         named, *others = " ".join(str(error).splitlines()[1:2]).strip().split('", "')
         reason = f'{named}" and {len(others)} more' if others else named
-        raise InputError(f"{source}: not of this model ({flags}): {reason}") from None
+        is_of_images = "size mismatch" in reason and "image_size" in flags
+        advice = "; give the weights' --image_size, or one above 64" * is_of_images
+        raise InputError(f"{source}: not of this model ({flags}): {reason}{advice}") from None
     for name, value in model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"{source}: {name} holds numbers that are not finite")
     num_loaded = len(own) - (0 if rows else len(classifier))
     layer = classifier[0].rpartition(".")[0]
     line = f"weights of {source}: {num_loaded} tensors{describe_rows(layer, rows, classes)}"
-    return line, not rows
+    return line, len(rows) < len(classes)
 
 
 def matching_rows(saved_classes: Sequence[str], classes: Sequence[str]) -> dict[int, int]:

@@ -122,12 +122,20 @@ class TextCard(Outputs):
     """A text model. Texts need tokenizers."""
 
     arch: str
+    dataset: str  # value of --dataset
     model_args: Mapping[str, Any]  # sizes of the Transformer, settings of a network of one's own
     tokenizer: str  # in the library's own JSON
     max_len: int  # tokens of a text at most
     pad: int  # token behind shorter texts
     encoder: Mapping[str, Any]  # what an `Encoder` is made of; empty for the Transformer
     prior: Tensor | None  # (tokens, classes) scores of the Transformer
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether entities get the ampersands that those of its data set have lost."""
+        from input_pipeline.text_datasets import REPAIRED
+
+        return self.dataset in REPAIRED
 
     @cached_property
     def loaded_tokenizer(self) -> Any:
@@ -160,9 +168,12 @@ class TextCard(Outputs):
     def prepare(self, texts: Sequence[str], device: torch.device) -> Tensor:
         """Return what the network takes, (texts, length); what is no text is a TypeError."""
         from input_pipeline.text_batches import encode_texts
+        from input_pipeline.text_datasets import repair
 
         if strange := [text for text in texts if not isinstance(text, str)]:
             raise TypeError(f"{excerpt(strange[0])} is not a text")
+        if self.is_repaired:
+            texts = [*map(repair, texts)]
         settings = {"max_len": self.max_len, "pad": self.pad}
         return encode_texts(texts, self.loaded_tokenizer, **settings).to(device)
 
@@ -176,7 +187,9 @@ class TextCard(Outputs):
         names = ("classes", "max_len", "tokenizer", "encoder", "pad")
         metadata = {
             "input": "int32 (batch, length): a text's tokens, those of `pad` behind shorter texts",
-            "texts": "HTML entities decoded, then tags and URLs removed, backslashes as spaces, "
+            "texts": "ampersands put before '#39;' and the like, "
+            * self.is_repaired
+            + "HTML entities decoded, then tags and URLs removed, backslashes as spaces, "
             "NFC, single spaces",
             **self.described(),
             **{name: getattr(self, name) for name in names},

@@ -104,12 +104,15 @@ def compute_features(
     return world.sum(features).cpu(), world.sum(labels).cpu()
 
 
-def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor, Tensor]:
+def fit_probe(
+    features: Tensor, labels: Tensor, *, classes: int, class_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Fit a logistic regression with weight decay, by L-BFGS in float64.
 
     Args:
         features: (rows, width).
         labels: (rows,) class numbers; or (rows, classes) of 0 and 1, for one regression each.
+        class_weights: (classes,) factors of the losses of each class; None is 1.
     Returns:
         weight (classes, width) and bias (classes,) of a linear layer.
     """
@@ -117,7 +120,7 @@ def fit_probe(features: Tensor, labels: Tensor, *, classes: int) -> tuple[Tensor
     inputs = ((features - mean) / scale).to(torch.float64)
     weight = inputs.new_zeros(classes, inputs.shape[1], requires_grad=True)
     bias = inputs.new_zeros(classes, requires_grad=True)
-    loss_fn = BinaryCrossEntropy() if labels.ndim > 1 else CrossEntropy()
+    loss_fn = (BinaryCrossEntropy if labels.ndim > 1 else CrossEntropy)(0.0, class_weights)
     optimizer = torch.optim.LBFGS(
         [weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe", tolerance_grad=1e-5
     )

@@ -226,6 +226,8 @@ def test_what_does_not_go_together_is_refused_in_one_line(refused, tmp_path):
     for measure in ("map", "auroc"):
         words = f"--data_dir {bare} --best_by {measure}"
         refused("texts", words, "the test rows are all of one class or of none", LABELS)
+    write(bare, train__csv="label,text\n" + "\"['a', 'b']\",x\nb,y\n" * 8)
+    refused("texts", f"--data_dir {bare}", "row 2: the label ['a', 'b'] is a list", LABELS)
     refused("images", "", "train.csv, row 3: the label (column 3 (label)) is empty", base)
     (folder / "scans" / "7.png").unlink()
     refused("images", SEPARATED, f"train.csv, row 9: there is no image {folder}/scans/7.png", base)

@@ -107,6 +107,9 @@ def test_a_share_of_the_groups_is_held_out():
         }
         assert all(abs(len(rows) - 18) <= 2 * size for rows in draws.values()), draws
         assert len({tuple(rows) for rows in draws.values()}) > 1
+    labels, groups = list(range(40)) * 5, [f"patient {row // 4}" for row in range(200)]
+    few = held_out("--val_fraction 0.1 --group_column p", labels, groups)
+    assert abs(len(few) - 20) <= 4, "also where no class has rows in every fold"
 
 
 def test_rows_of_one_group_stay_together_in_a_run(tmp_path):
@@ -202,6 +205,8 @@ def test_the_batch_of_few_rows_is_smaller_unless_it_is_given():
     assert batch("images", 2000, 2, "--accumulate 2") == 16
     assert batch("images", 2000, flags="--dynamic_batch increase") == 250
     assert [batch("texts", rows) for rows in (72, 280, 1500)] == [36, 64, 64]
+    assert [batch("images", rows, flags="--weights x") for rows in (6, 100, 9999)] == [6, 16, 16]
+    assert batch("texts", 5, flags="--arch hf:x") == 5
     assert batch("images", 500, flags="--bs 128") == 128
     resumed = SimpleNamespace(changed={})
     assert batch("images", 1024, 8, "--bs 128", resumed) == 128

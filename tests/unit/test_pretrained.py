@@ -73,14 +73,16 @@ def small(here: Path) -> Path:
 def test_a_probe_is_a_logistic_regression():
     inputs = torch.randn(300, 40) @ torch.randn(40, 40) + 3
     labels = (inputs[:, :3] + torch.randn(300, 3)).argmax(1)
-    weight, bias = linear_probe.fit_probe(inputs, labels, classes=3)
     scaler = StandardScaler().fit(inputs)
-    reference = LogisticRegression(C=1 / (linear_probe.DECAY * 300), tol=1e-9, max_iter=10**4)
-    expected = reference.fit(scaler.transform(inputs), labels).predict_proba(
-        scaler.transform(inputs)
-    )
-    found = (inputs.double() @ weight.T + bias).softmax(1)
-    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
+    solver = {"C": 1 / (linear_probe.DECAY * 300), "tol": 1e-9, "max_iter": 10**4}
+    scaled = scaler.transform(inputs)
+    for factors in ([1.0, 1.0, 1.0], [0.5, 4.0, 1.0]):
+        reference = LogisticRegression(**solver, class_weight=dict(enumerate(factors)))
+        expected = reference.fit(scaled, labels).predict_proba(scaled)
+        weights = torch.tensor(factors)
+        weight, bias = linear_probe.fit_probe(inputs, labels, classes=3, class_weights=weights)
+        found = (inputs.double() @ weight.T + bias).softmax(1)
+        torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
@@ -101,6 +103,13 @@ def test_a_new_classifier_begins_as_a_probe_and_statistics_stay(source, small):
     assert not torch.equal(moved[statistics], tuned["model"][statistics])
     assert "fc keeps all outputs" in kept
     assert "linear probe" not in kept, "it would undo what was trained"
+    for image in (small / "train" / "class-5").glob("[0-4].png"):
+        image.unlink()
+    with mock.patch.object(linear_probe, "fit_probe", wraps=linear_probe.fit_probe) as fit:
+        for flags in ("--class_weights balanced", "--balanced_sampling"):
+            run("images", TUNE, weights, flags, "--bs 10 --out weighted" + flags[2:4])
+            factors = fit.call_args.kwargs["class_weights"]
+            torch.testing.assert_close(factors, torch.tensor([2.0, 1, 1, 1, 1]) * 0.9)
     beside = f"the linear probe of {100 * probed:.2f} %"
     assert beside in console.splitlines()[-1]
     assert beside in run("images", "--resume probe --epochs 2").splitlines()[-1]
@@ -284,6 +293,9 @@ def test_the_classifier_keeps_the_outputs_of_classes_of_the_same_name():
         assert model.fc.bias[row] == other.fc.bias[saved_row]
     assert torch.equal(model.fc.weight[[1, 3]], own[[1, 3]])
     assert "fc begins anew" in load_into(model, saved, "vwxyz")
+    names = ("vwxyz", "abxyz", ["d", "e", "a", "b", "caf\u00e9"])
+    anew = [pretrained.load_pretrained(model, saved, "x", classes=each)[1] for each in names]
+    assert anew == [True, True, False], "a probe leaves no output random"
 
 
 def test_pretrained_weights_bring_their_preprocessing(here, monkeypatch):

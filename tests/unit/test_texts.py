@@ -1,6 +1,7 @@
 """Texts: cleaning, tokenizers, batches, Naive Bayes scores, and the data sets."""
 
 import unicodedata
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,13 +11,14 @@ from sklearn.feature_extraction.text import TfidfTransformer
 from sklearn.naive_bayes import MultinomialNB
 from tokenizers import Tokenizer
 
-from conftest import each_of
+from conftest import each_of, write
 from errors import InputError
 from input_pipeline import naive_bayes, text_datasets
 from input_pipeline.naive_bayes import naive_bayes_scores
 from input_pipeline.text_batches import TextDataset, encode_texts
 from input_pipeline.text_datasets import TextSplit, clean_text, read_headlines
 from input_pipeline.tokenization import train_tokenizer
+from training.card import TextCard
 
 CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
@@ -33,8 +35,7 @@ KINDS = pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
         ("cost: 5 < 6 and 7 > 3", "cost: 5 < 6 and 7 > 3"),
         ("half earnings\\news from", "half earnings news from"),  # a line ended at the backslash
         ("a \\$5 note", "a $5 note"),
-        ("Today #39;s news", "Today 's news"),  # AG News lacks the ampersand of entities
-        ("quot;Wait,quot; he said", '"Wait," he said'),
+        ("fixes #1234; closes #99; 5 lt; 6", "fixes #1234; closes #99; 5 lt; 6"),
     ],
 )
 def test_clean_drops_tags_entities_and_addresses(raw, expected):
@@ -44,6 +45,17 @@ def test_clean_drops_tags_entities_and_addresses(raw, expected):
 @pytest.fixture(scope="module", params=["bpe", "wordpiece"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return train_tokenizer(read_headlines()["train"].texts, request.param, vocab_size=1500)
+
+
+def test_entities_of_agnews_get_their_ampersands_again(tmp_path, tokenizer):
+    write(tmp_path, a__csv='"1","Today #39;s news","quot;Wait,quot; he said"\n')
+    read = text_datasets.read_agnews_file(tmp_path / "a.csv").texts[0]
+    assert read == 'Today \'s news "Wait," he said'
+    known = {"arch": "transformer", "model_args": {}, "encoder": {}, "prior": None}
+    card = partial(TextCard, **known, classes="ab", tokenizer=tokenizer.to_str(), max_len=9, pad=0)
+    for dataset, is_same in (("agnews", True), ("headlines", True), ("csv", False)):
+        texts = card(dataset=dataset).prepare(["Today #39;s", "Today 's"], CPU)
+        assert torch.equal(*texts) == is_same
 
 
 def test_tokenizer_puts_cls_first_round_trips_and_ignores_case(tokenizer):
