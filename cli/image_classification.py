@@ -141,7 +141,11 @@ def load_data(settings: ImageSettings, run: Run, saved: SavedModel | None = None
             settings.data_dir,
             image_size=settings.image_size or own_size,
             interpolation=given.get("interpolation", "bilinear"),
-            choice=ColumnChoice(separator=settings.label_separator, group=settings.group_column),
+            choice=ColumnChoice(
+                settings.label_column,
+                separator=settings.label_separator,
+                group=settings.group_column,
+            ),
             **reading(settings, run),
         )
     chosen, fingerprint = use_rows(settings, run, splits, classes)

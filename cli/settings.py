@@ -46,6 +46,7 @@ from distributed import comm_hooks, fsdp
 from distributed.diloco import DiLoCo
 from distributed.world import TimeLimits
 from dynamic_batch import RULES, ByLoss, ByNoise, lr_power, schedule_growth
+from input_pipeline import own_data
 from mixup import mixup
 from models.hugging_face import is_hf
 from models.own_parts import is_own
@@ -168,6 +169,9 @@ class Settings:
     fold: str | None = flag(kth_fold, None, "held-out fold of the training set, and how many there "
         "are, as 2/5: with classes in proportion, but for several labels a row, and the same for "
         "every --seed", metavar="K/N")
+    label_column: str | None = flag(str, None, "column of the labels of a table, by name or number "
+        "from 1 on (default found by name; of texts, else the first)", metavar="COLUMN",
+        common=True)
     group_column: str | None = flag(str, None, "column of what rows belong to, such as a patient, "
         "which is held out as a whole or not at all; of images in folders it is folder, the one "
         "below the class", metavar="COLUMN", only_with=[{"fold": ON}, {"val_fraction": ON}])
@@ -407,6 +411,7 @@ def script_parser(
     for (dataset, arch), measured in kind.measured.items():
         epochs += f"; {measured.flags['epochs']} for {arch} on {dataset}"
         batch += f"; {measured.batch} over all processes for {arch} on {dataset}"
+    own = [name for name in own_data.DATASETS if name in kind.datasets]
     changes: dict[str, dict[str, Any]] = {
         "dataset": {"type": Choice(kind.datasets, also=is_hf), "default": kind.datasets[0]},
         "data_dir": {"default": path_text(os.environ.get("DATA_DIR") or "./data")},
@@ -415,6 +420,7 @@ def script_parser(
         },
         "epochs": {"help": f"length of the run (default {epochs})"},
         "mixup": {"type": Choice(kind.mixing)},
+        "label_column": {"only_with": [{"dataset": own}]},
         "lr": {"help": f"learning rate (default {by_value(learning_rates)})"},
     }
     for field, value in kind.defaults.items():

@@ -71,9 +71,6 @@ class TextSettings(Settings):
         only_with=[NEW])
     max_len: int = flag(number(int, 4), 128, "longest text, in tokens; the rest is cut off",
         metavar="TOKENS", common=True)
-    label_column: str | None = flag(str, None, "column of the labels of csv, by name or number "
-        "from 1 on (default found by name, else the first)", metavar="COLUMN", only_with=OF_CSV,
-        common=True)
     text_column: Sequence[str] = flag(str, [], "columns of the texts of csv (default found by "
         "name, else all others)", nargs="+", metavar="COLUMN", only_with=OF_CSV, common=True)
     model_args: dict[str, Any] = flag(setting, {}, "width, depth, heads and mlp_width, or settings "

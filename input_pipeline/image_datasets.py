@@ -16,7 +16,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -32,11 +32,11 @@ from torch.utils.data import get_worker_info
 from errors import InputError, in_one_line
 from input_pipeline.augmentation import RowChanges
 from input_pipeline.csv_tables import (
-    LABEL_NAMES,
     NO_CHOICE,
     SUFFIXES,
     ColumnChoice,
     CsvTable,
+    find_columns,
     normalise,
     numbered,
     sort_classes,
@@ -243,11 +243,15 @@ def read_folder(
     """
     paths = needed_splits(root, ("", *SUFFIXES), enough=enough)
     tables = {
-        split: open_image_table(path, choice.separator)
-        for split, path in paths.items()
-        if path.is_file()
+        split: open_image_table(path, choice) for split, path in paths.items() if path.is_file()
     }
-    if choice.separator is not None and (folders := set(paths) - set(tables)):
+    folders = set(paths) - set(tables)
+    if choice.label is not None and not tables:
+        raise InputError(
+            f"{paths['train']}: its folders are the classes, and --label_column is for tables; "
+            "leave it out"
+        )
+    if choice.separator is not None and folders:
         raise InputError(
             f"{paths[folders.pop()]}: an image in the folder of its class has one label; list the "
             "images in a table of that name, as .csv with the columns image and label"
@@ -278,22 +282,22 @@ def read_folder(
     return splits, names
 
 
-def open_image_table(path: Path, label_separator: str | None) -> CsvTable:
-    """Find the columns of a table of images: image and label, by their names in the first row.
+def open_image_table(path: Path, choice: ColumnChoice) -> CsvTable:
+    """Find the columns of a table of images, whose first row names them: image, and the label.
 
     Raises:
         InputError: the file is broken, or has no such columns.
     """
-    read = table_reader(path, label_separator)
+    read = table_reader(path, choice.separator)
     _, header = next(read())
-    names = list(map(normalise, header))
-    labels = [number for number, name in enumerate(names) if name in LABEL_NAMES]
-    if names.count("image") != 1 or len(labels) != 1:
+    if [*map(normalise, header)].count("image") != 1:
         raise InputError(
             f"{path}: the first row must name the columns image and label (it has "
             f"{list_names(header)}); name them so, or move the file away"
         )
-    return CsvTable(path, header, labels[0], (names.index("image"),), read, label_separator)
+    chosen = replace(choice, texts=("image",))
+    label, images = find_columns(path, header, chosen, num_columns=len(header))
+    return CsvTable(path, header, label, images, read, choice.separator)
 
 
 def list_table(table: CsvTable, classes: Sequence[str], *, size: int) -> ImageSplit:

@@ -181,8 +181,10 @@ def test_images_of_a_table_have_one_label_or_several(tmp_path):
     folder = write_images(tmp_path / "noise", ["cat", "dog"], rows=16, size=8)
     files = sorted((folder / "train").glob("*/*.png"))
     lines = [f"{file.relative_to(folder)},{file.parent.name}" for file in files[4:]]
-    (folder / "train.csv").write_text("\n".join(["image,label", *lines]))
-    console = run("images", IMAGES, "--data_dir", folder, "--out", tmp_path / "one")
+    named = ["--label_column fine_kind", "--data_dir", folder, "--out", tmp_path / "one"]
+    assert "--label_column is for tables" in run("images", IMAGES, *named, code=2)
+    (folder / "train.csv").write_text("\n".join(["image,Fine Kind", *lines]))
+    console = run("images", IMAGES, *named)
     assert "28 training samples" in console, "the table decides what is in train/"
     console = run("images", "--resume", tmp_path / "one", SEPARATED, "--epochs 2", code=2)
     assert "the run was trained with one label a row" in console
