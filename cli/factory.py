@@ -472,6 +472,11 @@ def create_trainer_config(
     Batches that change are cut into as many micro-batches as it takes.
     """
     accumulation_steps, micro_batch_size = settings.accumulate, settings.micro_bs
+    measures_noise = settings.noise_scale or settings.dynamic_batch == "noise"
+    if measures_noise and run.world.size == 1 and batches.base < 2 * MIN_RANK_ROWS:
+        raise InputError(
+            f"--bs {batches.base}: the noise scale needs {2 * MIN_RANK_ROWS} samples a step"
+        )
     if batches.changes:
         accumulation_steps = 1
         # elsewhere the largest batch is tried, see `Probe`
@@ -490,7 +495,7 @@ def create_trainer_config(
         eval_every=settings.eval_every,
         save_every=settings.save_every,
         keep=settings.keep,
-        measure_noise_scale=settings.noise_scale or settings.dynamic_batch == "noise",
+        measure_noise_scale=measures_noise,
         time_compute=settings.balance_workers and run.world.size > 1,
         record_cuda_graph=choose_backend(settings, run, batches) == "cudagraph",
         may_fall_back=settings.backend == "auto",

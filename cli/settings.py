@@ -85,8 +85,8 @@ def kth_fold(text: str) -> str:
 
 def interval(text: str) -> float:
     """An argparse type: a number of epochs, or a share of one."""
-    value: float = fraction(text) if "." in text else count(text)
-    return value
+    value: float = not_negative(text)
+    return fraction(text) if value < 1 else count(text.removesuffix(".0"))
 
 
 def share_of_noise(text: str) -> float | str:
@@ -219,7 +219,7 @@ class Settings:
         metavar="FILE|DEFAULT", only_with=[{"resume": OFF}], common=True, group="fine-tuning")
     head: str = flag(Choice(["probe", "random"]), "probe", "with --weights: a classifier of new "
         "classes begins as a logistic regression on what the network computes (probe, for images), "
-        "or at random (for texts without --freeze)")
+        "or at random (for texts without --freeze)", only_with=[{"resume": OFF}])
     freeze: bool = flag(switch, False, "training of the classifier alone, with --weights or --arch "
         "hf:NAME; without changes of images the network computes once")
     lora: int = flag(number(int, 0, 1024), 0, "rank of the updates of a frozen network (LoRA), "

@@ -31,7 +31,7 @@ from dynamic_batch import (
     at_milestones,
     replacing_decay,
 )
-from errors import InputError, exit_code
+from errors import InputError, exit_code, interruptible
 from mixup import MetaMixup
 from ngd import NGD
 from optimizers.base import GradScalerOptimizer
@@ -160,6 +160,7 @@ def _training_packages() -> Iterator[None]:
 
 def images_command() -> int:
     """Run resnet50_test.py as a console script; returns the exit code."""
+    interruptible()
     with _training_packages():
         import resnet50_test
 
@@ -168,6 +169,7 @@ def images_command() -> int:
 
 def texts_command() -> int:
     """Run transformer_test.py as a console script; returns the exit code."""
+    interruptible()
     with _training_packages():
         import transformer_test
 

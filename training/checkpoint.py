@@ -11,6 +11,7 @@ import contextlib
 import copy
 import errno
 import io
+import itertools
 import os
 import re
 import warnings
@@ -114,10 +115,13 @@ def keep_previous(folder: Path) -> None:
 
 
 def latest_files(folder: Path) -> list[Path]:
-    """last.pt, and the checkpoints before it that are kept; the newest first."""
-    older = {path: OLDER_NAME.fullmatch(path.name) for path in folder.glob("last-*.pt")}
-    numbered = {0: folder / "last.pt", **{int(m[1]): path for path, m in older.items() if m}}
-    return [numbered[number] for number in sorted(numbered) if numbered[number].exists()]
+    """last.pt, and the checkpoints before it that are kept; the newest first.
+
+    A number that is missing ends them: what lies beyond is the user's.
+    """
+    older = (folder / f"last-{number}.pt" for number in itertools.count(1))
+    found = [folder / "last.pt", *itertools.takewhile(Path.exists, older)]
+    return [path for path in found if path.exists()]
 
 
 # -------------------------------------------------------------------- reading

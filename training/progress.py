@@ -42,7 +42,7 @@ class EarlyStop:
             return f"the {name} of {value:.4f} has reached the target, {self.target:g}"
         best = best_row(rows[since:], self.chosen_by)
         best_epoch = best["epoch"] if best else rows[since - 1]["epoch"] if since else 0
-        if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience:
+        if self.patience and rows[-1]["epoch"] - best_epoch >= self.patience - 1e-6:
             return f"the best {name} is that of epoch {best_epoch} (patience {self.patience})"
         return ""
 

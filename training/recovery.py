@@ -58,6 +58,8 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
             if not first:
                 first = time.monotonic()
                 say("stopping after this step; again ends at once")
+            elif number[0] == signal.SIGXCPU:  # repeated after each further second
+                continue
             elif time.monotonic() - first > SAME_SIGNAL_SECONDS and not under_torchrun():
                 os._exit(INTERRUPTED)
 
@@ -74,6 +76,8 @@ def caught_signals(say: Callable[[str], None]) -> Iterator[list[int]]:
             f"interrupted within a step ({first_line(error)}); go on from the last checkpoint"
         ) from None
     finally:
+        if signal.SIGXCPU in caught:
+            signal.signal(signal.SIGXCPU, signal.SIG_IGN)
         signal.set_wakeup_fd(wakeup)
         os.write(writer, END)
         thread.join()

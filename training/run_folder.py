@@ -157,7 +157,10 @@ def check_overwritten(
     if checkpoint is None or source.resolve().parent != folder.resolve():
         is_own = is_run_of(launcher_id(), folder)
         steps = ((read_progress(path) or {"step": None})["step"] for path in latest_files(folder))
-        holds_run = any((folder / name).exists() for name in ("metrics.jsonl", "best.pt"))
+        holds_run = (folder / "metrics.jsonl").exists()
+        if (folder / "best.pt").exists():  # unless a kill left a copy of the source's
+            theirs = read_progress(source.parent / "best.pt") if checkpoint else None
+            holds_run |= theirs is None or theirs != read_progress(folder / "best.pt")
         if not is_own and (holds_run or any(step != 0 for step in steps)):
             raise InputError(f"{folder} already holds a run: choose another folder, or resume it")
         if (folder / "config.json").exists() and "script" not in read_config(folder):

@@ -569,10 +569,17 @@ class Trainer:
         kept = [each.detach().clone() for each in own]
         with world.waiting_at_most(world.limits.start), torch.no_grad():
             self.checkpointer.renew_folder()
-            with self.clock.evaluating():
-                average_tensors(own, RankAverager())
-                epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
-                evaluated = self.evaluate(epoch)
+            epoch = round(progress.epoch + progress.step_in_epoch / self.batches.steps(), 4)
+            try:
+                with self.clock.evaluating():
+                    average_tensors(own, RankAverager())
+                    evaluated = self.evaluate(epoch)
+            except InputError:  # as in `finish_epoch`
+                for each, value in zip(own, kept):
+                    each.copy_(value)
+                if not self.parallel.passes_communicate and not self.may_have_diverged(totals):
+                    self.checkpointer.save()
+                raise
             row = self.row(epoch, totals, evaluated)
             best = progress.add_row(row, self.early_stop.chosen_by)
             if self.may_have_diverged(totals):
@@ -691,13 +698,15 @@ class Trainer:
         self.has_diverged = False
 
     def interrupt(self) -> None:
-        """Write last.pt and raise Interrupted."""
+        """Write last.pt, unless the weights may have diverged, and raise Interrupted."""
         self.guard_statistics(int(self.sums.read().skipped))
-        self.checkpointer.save()
+        how = "is of an earlier step, as the loss was not finite"
+        if not self.may_have_diverged(self.sums.totals(self.world)):
+            self.checkpointer.save()
+            kept = "could not be written, an older one is kept, if there is one"
+            how = kept if self.checkpointer.unsaved else "is written"
         epoch, step = self.progress.epoch + 1, self.progress.step_in_epoch
-        kept = "could not be written, an older one is kept, if there is one"
         raise Interrupted(
-            f"interrupted in epoch {epoch}, step {step}; last.pt "
-            f"{kept if self.checkpointer.unsaved else 'is written'}, resume "
+            f"interrupted in epoch {epoch}, step {step}; last.pt {how}, resume "
             f"{shlex.quote(str(self.log.folder))} to go on"
         )

@@ -26,6 +26,7 @@ BOTH = [
     ("--sync diloco --precision fp16", "each process would skip steps of its own"),
     ("--grad_compress sign --precision fp16", "a loss scale that changes"),
     ("--noise_scale --grad_compress sign", "each step's own gradients"),
+    ("--noise_scale --bs 3", "--bs 3: the noise scale needs 4 samples"),
     ("--mixup_args weight=0.8 --mixup meta", "it has held_out, end"),
     ("--no-test", "--val_fraction"),
     ("--checkpoint none/mine.pt --evaluate", "--checkpoint none/mine.pt: no such checkpoint"),

@@ -58,6 +58,8 @@ def test_home_folders_are_expanded_in_every_path(tmp_path, monkeypatch):
     for flag in ("out", "resume", "checkpoint", "weights"):
         assert images.given([f"--{flag}=~/x y"]) == {flag: f"{tmp_path}/x y"}
     assert images.given(["--predict", "~/x y"]) == {"predict": [f"{tmp_path}/x y"]}
+    for text, value in (("2.0", 2), ("3", 3), ("1e-1", 0.1)):
+        assert images.given(["--eval_every", text]) == {"eval_every": value}
     (tmp_path / "mine.yaml").write_text("out: ~/r\ndata_dir: ~/e\n")
     args = parsed("images", "--recipe=~/mine.yaml")
     assert (args.out, args.data_dir) == (f"{tmp_path}/r", f"{tmp_path}/e")
@@ -138,6 +140,8 @@ def test_flags_of_several_processes(monkeypatch):
     assert unused("--sync", "diloco") == []  # its outer step is taken by a single process too
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert unused(*flags) == []
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert unused(*flags) == [], "which is refused later"
 
 
 def test_values_of_a_recipe_are_not_named_and_the_first_rank_speaks(here, capsys, monkeypatch):

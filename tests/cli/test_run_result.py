@@ -147,6 +147,8 @@ def test_what_ends_a_run():
         found = EarlyStop(column, 2, target).reason(rows)
         assert found.startswith(reason), (found, reason)
         assert bool(found) == bool(reason)
+    rows = [{"epoch": 0.4444, "test_accuracy": 0.5}, {"epoch": 1.4444, "test_accuracy": 0.4}]
+    assert EarlyStop(patience=1).reason(rows), "their difference is a little less than 1"
 
 
 def test_a_run_that_has_ended_stays_so_until_its_flags_change(here, monkeypatch):
@@ -247,6 +249,11 @@ def test_training_goes_on_from_the_best_checkpoint_in_a_folder_of_its_own(copied
     assert second[:best] == first[:best]
     assert second[best]["lr"] == pytest.approx(first[best]["lr"] / 10)
     assert "--out other already holds a run" in resnet(flags, "--out other", code=2)
+    for name in ("half", "foreign"):  # a kill left the copy alone
+        Path(name).mkdir()
+        shutil.copy(copied / "best.pt", name)
+    resnet(flags, "--out half")
+    assert "already holds a run" in resnet("--out foreign", code=2)
     for name, text, message in (
         ("last.pt", (copied / "last.pt").read_bytes(), "already holds a run"),
         ("config.json", b'{"model_type": "bert"}', "holds a config.json of no run"),

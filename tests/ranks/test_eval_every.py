@@ -1,6 +1,7 @@
 """--eval_every: a run that evaluates less often is the same run, and what reads it copes."""
 
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import ranks
 from conftest import each_of, for_each, run
 from distributed.world import World
+from errors import InputError
 from figures import report
 from optimizer_cases import assert_same
 from test_training import DIGITS
@@ -16,6 +18,7 @@ from trainers import trainer_of
 from training import checkpoint
 from training.epoch_report import is_evaluated
 from training.run_log import RunLog
+from training.trainer import Trainer
 
 FLAGS = f"{DIGITS} --epochs 5 --lr 0.05 --seed 3"
 
@@ -36,6 +39,12 @@ def test_evaluating_less_often_changes_no_weight(here):
     best = max(filter(is_evaluated, second), key=lambda row: row["test_accuracy"])
     assert f"best.pt: epoch {best['epoch']}, " in console
     assert console.count("test %") == 1, "an empty column is no other table"
+
+
+def test_a_broken_file_of_an_evaluation_within_an_epoch_costs_no_steps(here, monkeypatch):
+    monkeypatch.setattr(Trainer, "evaluate", mock.Mock(side_effect=InputError("broken")))
+    run("images", FLAGS, "--eval_every 0.5 --out cut", code=2)
+    assert checkpoint.load(here / "cut").progress["step"] > 0
 
 
 @pytest.mark.process

@@ -86,7 +86,10 @@ def test_a_new_file_is_on_the_disk_before_it_takes_the_name(tmp_path):
 @each_of("link", [os.link, mock.Mock(side_effect=OSError)])  # where there are no links
 def test_the_latest_checkpoints_keep_numbered_names(link, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", link)
+    (own := tmp_path / "last-50.pt").write_bytes(b"of the user")
     save(tmp_path, 1, 2, 3, 4, 5, keep=3)
+    assert own.read_bytes() == b"of the user"
+    own.unlink()
     assert kept(tmp_path) == {"last.pt": 5, "last-1.pt": 4, "last-2.pt": 3}
     save(tmp_path, 6)
     assert kept(tmp_path) == {"last.pt": 6}

@@ -137,6 +137,15 @@ def test_a_loss_that_stays_bad_ends_with_exit_code_3(here, digits, fail_in):
     assert not ranks.metrics(here / "run")
 
 
+def test_an_interruption_keeps_the_checkpoint_before_steps_that_were_not_finite(
+    here, digits, fail_in, monkeypatch
+):
+    fail_in(range(20, 10**9))
+    monkeypatch.setattr(Trainer, "wish", lambda self, _: int(self.progress.step == 22))
+    assert "is of an earlier step, as the loss was not" in digits("--save_every 5", code=130)
+    assert checkpoint.load(here / "run").progress["step"] in (15, 20)
+
+
 def test_divergence_without_a_checkpoint_to_return_to_is_told_apart_from_bad_input():
     restore_last = mock.Mock(side_effect=errors.InputError("last.pt lacks moments"))
     with pytest.raises(errors.NonFiniteLoss, match="at epoch 1, step 0; last.pt lacks moments"):
@@ -182,6 +191,8 @@ def test_the_first_signal_is_answered_and_the_second_ends_at_once(launcher, monk
         assert lines.recv() == "stopping after this step; again ends at once"
         os.kill(process.pid, signal.SIGUSR1)  # a sweep repeats that of the terminal
         process.join(timeout=1.1 * recovery.SAME_SIGNAL_SECONDS)
+        os.kill(process.pid, signal.SIGXCPU)  # which Linux repeats after each further second
+        process.join(timeout=0.5)
         assert process.exitcode is None
         os.kill(process.pid, signal.SIGINT)
         process.join(timeout=1 if launcher else 240)
