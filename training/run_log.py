@@ -164,6 +164,13 @@ class RunLog:
         """Write result.json: what `epoch_report.final_result` returned."""
         self._write(RESULT_FILE, json.dumps(_finite_or_none(result)) + "\n")
 
+    def has_result(self, epoch: float) -> bool:
+        """Whether result.json is of this epoch."""
+        try:
+            return json.loads((self.folder / RESULT_FILE).read_text())["epoch"] == epoch
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+
     def _write(self, name: str, text: str) -> None:
         """Write a file of the folder; where that is not possible the run goes on with a warning."""
         path = self.folder / name

@@ -28,6 +28,7 @@ from backends.cuda_graph import CudaGraphRunner, make_capturable
 from backends.device import peak_memory
 from backends.execution import without_compilation
 from backends.precision import Precision
+from distributed.agreement import on_main
 from distributed.averaging import RankAverager, Traffic, average_tensors
 from distributed.comm_hooks import AllReduceHook
 from distributed.world import StopVote, World
@@ -40,7 +41,7 @@ from training import evaluation, recovery, step_stats
 from training.batch_sampler import DynamicBatchSampler, RankBatch
 from training.checkpoint import Checkpoint
 from training.checkpointer import Checkpointer
-from training.epoch_report import report_result
+from training.epoch_report import is_evaluated, report_result
 from training.losses import LossFn, MixedCrossEntropy
 from training.meta_learner import MetaLearner
 from training.micro_batches import MicroBatches
@@ -182,6 +183,7 @@ class Trainer:
         before = len(self.progress.rows)
         if self.progress.epoch >= self.config.epochs:
             self.log.info("nothing is left to train; more epochs make a run longer")
+            self.complete_result()
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
             while not self.is_over():
                 try:
@@ -201,6 +203,14 @@ class Trainer:
             if reason := self.early_stop.reason(self.progress.rows, since=self.progress.since):
                 hours = self.progress.device_hours(self.world)
                 self.log.info(f"the run has ended after {hours:.4f} device-hours: {reason}")
+
+    def complete_result(self) -> None:
+        """Evaluate again where a kill came between the last epoch and its result.json."""
+        last = self.progress.rows[-1]
+        is_there = on_main(self.world, lambda: self.log.has_result(last["epoch"]))
+        if is_evaluated(last) and not is_there and not self.parallel.replicas_diverge:
+            with self.world.waiting_at_most(self.world.limits.start):
+                self.evaluate(last["epoch"])
 
     def is_over(self, row: Mapping[str, Any] | None = None) -> bool:
         """Whether all epochs are done or the run ends early, also if `row` is that of one more."""

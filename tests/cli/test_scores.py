@@ -75,6 +75,9 @@ def test_the_figures_are_those_of_scikit_learn_for_the_probabilities_of_load(tra
     line = describe_scores(result["scores"])
     assert f"{LINE}{line}" in console
     assert f"probabilities: {line}" in run("texts", "--evaluate --checkpoint", folder / "run")
+    (folder / "run" / "result.json").unlink()  # as a kill before it was written
+    run("texts", "--resume", folder / "run")
+    assert json.loads((folder / "run" / "result.json").read_text()) == result
     losses = -np.log(p[range(len(p)), labels])
     worst = np.argsort(-losses)[:12]
     assert [each["row"] - 1 for each in result["worst"]] == worst.tolist()
