@@ -146,7 +146,8 @@ def load_weights(
             classes=metadata["classes"],
             flags=", ".join(
                 f"--{name} {own[name]}" for name in (*flags, "image_size") if own.get(name)
-            ),
+            )
+            + "; at another size, as above 64, layers may fit" * bool(own["image_size"]),
             kept=("prior", "prior_weight"),  # they are of the data
         )
     if saved.preprocessing:

@@ -207,9 +207,7 @@ def load_pretrained(
     except RuntimeError as error:  # whose first line is a heading
         named, *others = " ".join(str(error).splitlines()[1:2]).strip().split('", "')
         reason = f'{named}" and {len(others)} more' if others else named
-        is_of_images = "size mismatch" in reason and "image_size" in flags
-        advice = "; give the weights' --image_size, or one above 64" * is_of_images
-        raise InputError(f"{source}: not of this model ({flags}): {reason}{advice}") from None
+        raise InputError(f"{source}: not of this model ({flags}): {reason}") from None
     for name, value in model.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"{source}: {name} holds numbers that are not finite")

@@ -17,6 +17,7 @@ from typing import Any
 
 from cli import options
 from cli.flag_parser import Scope, ScriptParser, setting
+from cli.settings import begins_with_weights
 from errors import InputError
 from input_pipeline import csv_tables, own_data
 
@@ -149,6 +150,8 @@ class TargetScript:
         flags, flag = self.flags({}), self.parser.find(name)
         value = None if flag is None else flags[flag.dest]
         if flag is not None and flag.dest == "batch_size" and not value:
+            if begins_with_weights(flags):
+                return self.parser.kind.pretrained["batch_size"]
             measured = self.parser.kind.measured_for(flags)
             return measured.batch if measured else None
         return options.computed_defaults(flags, self.parser).get(name) if value is None else value

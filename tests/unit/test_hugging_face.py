@@ -220,7 +220,7 @@ def test_fewer_rows_have_more_epochs(folders, here):
 def test_defaults_and_flags_without_effect():
     words = "--arch hf:any --prior naive_bayes --vocab_size 500"
     args = parsed("texts", words)
-    assert (args.lr, args.batch_size, args.head) == (5e-5, 8, "random")
+    assert (args.lr, args.usual_batch(1), args.head) == (5e-5, 8, "random")
     frozen, low_rank = parsed("texts", words, "--freeze"), parsed("texts", words, "--lora 4")
     assert (frozen.head, low_rank.lr) == ("probe", 5e-4)
     raced = [
@@ -228,7 +228,7 @@ def test_defaults_and_flags_without_effect():
         TargetScript.read("resnet50_test.py", ["--weights", "DEFAULT", "--freeze"]),
     ]
     assert [script.flags({})["epochs"] for script in raced] == [5, 5], "those of pretrained weights"
-    assert [script.flags({})["batch_size"] for script in raced] == [8, 16]
+    assert [script.usual("bs") for script in raced] == [8, 16]
     flags = parser("texts")
     lines = flags.unused(flags.given(words.split()), vars(args))
     assert ["--arch transformer" in line for line in lines] == [True, True]
