@@ -135,8 +135,9 @@ def global_batch_size(settings: Settings, world: World) -> int:
 def with_batch_size(settings: S, run: Run, data: Data) -> S:
     """The settings, with --bs by the training rows where it was not given.
 
-    It is the settings' usual one, or less where an epoch would have fewer steps than they want. A
-    resumed run whose batch is larger than the rows of more processes gets the largest that fits.
+    It is the settings' usual one, or less where an epoch would have fewer steps than they want: one
+    step of a pretrained network. A resumed run whose batch is larger than the rows of more
+    processes gets the largest that fits.
     """
     rows, ranks = len(data.train), settings.accumulate * run.world.size
     if settings.batch_size:

@@ -40,7 +40,8 @@ NESTED = (
     "--label_separator (images that lie in the table itself: --dataset hf:FOLDER)"
 )
 """This very object is the cell of a nested value, or of bytes."""
-LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
+LIST = re.compile(r"""\s*\[\s*(['"].*['"]\s*|[^][]*,[^][]*|)\]\s*""", re.DOTALL)
+"""A list written as text; [spam] and [a]|[b] may be names."""
 NO_LABEL = re.compile(r"[\s:|+]*[-=_]{3,}[\s:|+=_-]*|sep=.?", re.IGNORECASE)
 """A part of a line that is drawn, or of one that names the separator for a spreadsheet."""
 LABEL_NAMES = frozenset(

@@ -183,8 +183,9 @@ class Trainer:
         before = len(self.progress.rows)
         if self.progress.epoch >= self.config.epochs:
             self.log.info("nothing is left to train; more epochs make a run longer")
-            self.complete_result()
         with contextlib.closing(self.log), recovery.caught_signals(self.log.info) as signals:
+            if self.is_over():
+                self.complete_result()
             while not self.is_over():
                 try:
                     stop = self.train_epoch(signals)

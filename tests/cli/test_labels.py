@@ -19,6 +19,7 @@ from conftest import LABELS, SHORT, run, write, write_headlines, write_images
 from errors import InputError
 from figures.report import render
 from figures.run_logs import read_run
+from input_pipeline import csv_tables
 from input_pipeline.csv_tables import ColumnChoice
 from input_pipeline.text_datasets import read_text_files, read_text_splits
 from mixup import Mix
@@ -230,6 +231,8 @@ def test_what_does_not_go_together_is_refused_in_one_line(refused, tmp_path):
         refused("texts", words, "the test rows are all of one class or of none", LABELS)
     write(bare, train__csv="label,text\n" + "\"['a', 'b']\",x\nb,y\n" * 8)
     refused("texts", f"--data_dir {bare}", "row 2: the label ['a', 'b'] is a list", LABELS)
+    texts = ["['a', 'b']", '["a"]', "[a, b]", "[]", "[a]|[b]", "[spam]"]
+    assert [bool(csv_tables.LIST.fullmatch(text)) for text in texts] == [True] * 4 + [False] * 2
     refused("images", "", "train.csv, row 3: the label (column 3 (label)) is empty", base)
     (folder / "scans" / "7.png").unlink()
     refused("images", SEPARATED, f"train.csv, row 9: there is no image {folder}/scans/7.png", base)
