@@ -1,14 +1,16 @@
-"""A linear model on simple features, in seconds: what a network is worth its hours against.
+"""Linear models on simple features, in seconds: what a network is worth its hours against.
 
     found = text_baseline(splits["train"], splits["test"])
     print(found.line("test"))
     # baseline: TF-IDF with logistic regression 86.98 % on the test set, its largest class 25.00 %
 
-Texts: frequencies of words and of pairs of words (TF-IDF). Images: pixels at 16 a side.
+Texts: words and pairs of words, as TF-IDF for logistic regression and as present or not for naive
+Bayes, which wrong labels harm less; the one with the higher accuracy counts. Images: pixels at 16 a
+side.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from input_pipeline.text_datasets import TextSplit
 MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used
 MOST_FILES = 2_000  # images of a split that are decoded for it
 MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
+SMOOTHING = 0.3  # of naive Bayes
 LONGEST_TEXT = 5_000  # characters, beyond which a text is cut
 CJK = r"\u3040-\u30ff\u3400-\u9fff"  # letters of Chinese and Japanese, each of which is a word
 WORD = rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]"
@@ -38,17 +41,18 @@ class Baseline:
     accuracy: float  # on the evaluation set, in 0..1; with metric 'map' mean average precision
     largest_class: float  # share of the evaluation set that its largest class has
     metric: str = "accuracy"  # what was measured: 'map' where rows may have several labels
+    kind: str = "logistic regression"
 
     def line(self, eval_set: str) -> str:
         """The result in words; `eval_set` is test or validation."""
         if self.metric == "map":
             return (
-                f"baseline: {self.features} with a logistic regression for each label, mAP "
+                f"baseline: {self.features} with a {self.kind} for each label, mAP "
                 f"{100 * self.accuracy:.2f} % on the {eval_set} set"
             )
         return (
-            f"baseline: {self.features} with logistic regression {100 * self.accuracy:.2f} % on "
-            f"the {eval_set} set, its largest class {100 * self.largest_class:.2f} %"
+            f"baseline: {self.features} with {self.kind} {100 * self.accuracy:.2f} % on the "
+            f"{eval_set} set, its largest class {100 * self.largest_class:.2f} %"
         )
 
     def verdict(self, accuracy: float, name: str = "baseline") -> str:
@@ -60,8 +64,9 @@ class Baseline:
 
 
 def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
-    """Logistic regression on the frequencies of words, of up to 20,000 rows of each split."""
+    """The best linear model on words, of up to 20,000 rows of each split."""
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
+    from sklearn.naive_bayes import MultinomialNB
 
     vectorizer = TfidfVectorizer(
         token_pattern=WORD, ngram_range=(1, 2), sublinear_tf=True, max_features=MOST_WORDS
@@ -70,14 +75,17 @@ def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
         split.select_rows(spread(len(split), MOST_TEXTS)) for split in (train, evaluated)
     )
     texts, eval_texts = ([text[:LONGEST_TEXT] for text in s.texts] for s in (train, evaluated))
-    return fit(
-        "TF-IDF",
-        vectorizer.fit_transform(texts),
-        torch.as_tensor(train.labels),
-        eval_inputs=vectorizer.transform(eval_texts),
-        eval_labels=torch.as_tensor(evaluated.labels),
-        strength=10,
+    inputs, eval_inputs = vectorizer.fit_transform(texts), vectorizer.transform(eval_texts)
+    labels, eval_labels = torch.as_tensor(train.labels), torch.as_tensor(evaluated.labels)
+    of_frequencies = fit(
+        "TF-IDF", inputs, labels, eval_inputs=eval_inputs, eval_labels=eval_labels, strength=10
     )
+    if labels.ndim > 1:
+        return of_frequencies
+    bayes = MultinomialNB(alpha=SMOOTHING).fit(inputs > 0, labels.numpy())
+    accuracy = float(bayes.score(eval_inputs > 0, eval_labels.numpy()))
+    of_words = replace(of_frequencies, features="words", kind="naive Bayes", accuracy=accuracy)
+    return max(of_frequencies, of_words, key=lambda found: found.accuracy)
 
 
 def image_baseline(train: ImageSplit, evaluated: ImageSplit, *, decoder: FileDecoder) -> Baseline:

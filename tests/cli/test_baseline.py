@@ -21,7 +21,7 @@ def test_a_run_says_what_the_baseline_reaches_and_how_it_compares(tmp_path):
 
     for script, (_, words) in SCRIPTS.items():
         found, verdict = lines(script, f"{words} --baseline")
-        accuracy = re.search(r"logistic regression ([\d.]+) % on the test set", found)
+        accuracy = re.search(r"(?:regression|Bayes) ([\d.]+) % on the test set", found)
         assert f"baseline of {accuracy[1]} %" in verdict
         assert "behind" in verdict, "one epoch of a small network"
         (again,) = lines(script, f"--resume {tmp_path / 'run'} --epochs 2")
@@ -52,5 +52,13 @@ def test_baselines_find_what_a_linear_model_can():
     for _ in range(2):
         stored.append("!")
     assert text_baseline(TextSplit([0, 1], stored), texts).accuracy < 1, "there is no word"
+    stored, truth = StoredTexts(), torch.arange(800) % 2
+    for label in truth.tolist():  # half of the words of a class are also the other's
+        words = 100 * label + torch.randint(200, (8,), generator=generator)
+        stored.append(" ".join(map(str, words.tolist())))
+    given = torch.where(torch.rand(800, generator=generator) < 0.4, 1 - truth, truth)
+    noisy, true = (TextSplit(labels.tolist(), stored) for labels in (given, truth))
+    found = text_baseline(noisy.select_rows(range(400)), true.select_rows(range(400, 800)))
+    assert found.kind == "naive Bayes" and found.accuracy > 0.8, "two in five labels are wrong"
     one_class = texts.select_rows([1, 2])
     assert text_baseline(one_class, texts).accuracy == pytest.approx(40 / 61)
