@@ -34,7 +34,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> Classifier:
     Warns:
         The last checkpoint of the folder is damaged, and the one before it is taken.
     """
-    found = checkpoint.load(Path(path))
+    found = checkpoint.load(Path(path).expanduser())
     if found.warning:
         warnings.warn(found.warning, stacklevel=2)
     return of_checkpoint(found, torch.device(device), {})
