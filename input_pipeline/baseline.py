@@ -5,8 +5,8 @@
     # baseline: TF-IDF with logistic regression 86.98 % on the test set, its largest class 25.00 %
 
 Texts: words and pairs of words, as TF-IDF for logistic regression and as present or not for naive
-Bayes, which wrong labels harm less; the one with the higher accuracy counts. Images: pixels at 16 a
-side.
+Bayes, which wrong labels harm less; the one that is better on the evaluated rows counts. Images:
+pixels at 16 a side.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from input_pipeline.text_datasets import TextSplit
 MOST_TEXTS, MOST_IMAGES = 20_000, 10_000  # rows of a split that are used
 MOST_FILES = 2_000  # images of a split that are decoded for it
 MOST_WORDS = 50_000  # words and pairs of words, the most frequent ones
-SMOOTHING = 0.3  # of naive Bayes
+SMOOTHING = 0.3  # of naive Bayes: what searches of benchmarks/bag_of_words.py mostly chose
 LONGEST_TEXT = 5_000  # characters, beyond which a text is cut
 CJK = r"\u3040-\u30ff\u3400-\u9fff"  # letters of Chinese and Japanese, each of which is a word
 WORD = rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]"
@@ -64,7 +64,10 @@ class Baseline:
 
 
 def text_baseline(train: TextSplit, evaluated: TextSplit) -> Baseline:
-    """The best linear model on words, of up to 20,000 rows of each split."""
+    """The better of two linear models of words, on up to 20,000 rows of each split.
+
+    Where rows may have several labels it is logistic regression.
+    """
     from sklearn.feature_extraction.text import TfidfVectorizer  # takes a second
     from sklearn.naive_bayes import MultinomialNB
 

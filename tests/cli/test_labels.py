@@ -83,9 +83,12 @@ def test_a_run_reports_what_scikit_learn_measures(trained):
     assert re.search(r"last.pt: [\d.]+ points (ahead of|behind) the baseline", console)
 
 
-def test_predictions_and_exports_have_the_labels_above_the_threshold(trained, tmp_path):
+def test_predictions_and_exports_have_the_labels_above_the_threshold(
+    trained, tmp_path, monkeypatch
+):
     folder, _ = trained
-    classifier = load(folder / "run")
+    monkeypatch.setenv("HOME", str(folder))
+    classifier = load("~/run")
     texts, _ = targets_of(folder, classifier.classes)
     labels = classifier.predict(texts)
     assert {len(each) for each in labels} >= {1, 2}
